@@ -32,6 +32,8 @@ class Kind(enum.Enum):
     BIASES = enum.auto()
     """A number by token id."""
     WORDS = enum.auto()
+    TOKENS = enum.auto()
+    """Token ids."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,10 @@ class Parameter:
             wrong = (found for entry in sorted(value.items()) if (found := self._wrong_bias(entry, vocab_size)))
             for (token_id, problem), _ in zip(wrong, range(MAX_LISTED), strict=False):
                 yield FieldViolation(f"{path}[{token_id}]", problem)
+        elif self.kind is Kind.TOKENS:
+            wrong_ids = ((index, each) for index, each in enumerate(value) if each >= vocab_size)
+            for (index, token_id), _ in zip(wrong_ids, range(MAX_LISTED), strict=False):
+                yield FieldViolation(f"{path}[{index}]", _outside_vocabulary(token_id, vocab_size))
         elif self.kind is Kind.WORDS:
             sizes = ((index, len(word.encode())) for index, word in enumerate(value))
             for index, num_bytes in (each for each in sizes if each[1] not in self.range):
@@ -92,6 +98,10 @@ class Parameter:
         return (
             f"must be {self.range}, not {value:g}" if isinstance(value, float) else f"must be {self.range}, not {value}"
         )
+
+
+def _outside_vocabulary(token_id: int, vocab_size: int) -> str:
+    return f"{token_id} is outside the model's vocabulary of {vocab_size} tokens"
 
 
 class _Unset:
@@ -141,6 +151,12 @@ class Sampling:
     bad_words: Sequence[str] = _row(
         Kind.WORDS, (), Range(1, 64), "text whose tokens, as it is and behind a space, no output completes", 64
     )
+    prompt_logprobs: int | None = _row(
+        Kind.COUNT, None, Range(0, MAX_TOP_LOGPROBS), "log-probabilities of the prompt's tokens and of so many others"
+    )
+    allowed_token_ids: Sequence[int] = _row(
+        Kind.TOKENS, (), Range(0, 2**32 - 1), "the only tokens that are drawn; none: all are", 1024
+    )
 
     @classmethod
     def of_message(cls, message: _Message) -> Self:
@@ -150,7 +166,7 @@ class Sampling:
             # No more than is read: a message of millions costs nobody their copy before it is refused.
             if row.kind is Kind.BIASES:
                 given[row.name] = dict(itertools.islice(getattr(message, row.name).items(), row.max_entries + 1))
-            elif row.kind is Kind.WORDS:
+            elif row.kind in (Kind.WORDS, Kind.TOKENS):
                 given[row.name] = tuple(getattr(message, row.name)[: row.max_entries + 1])
             elif message.HasField(row.name):
                 given[row.name] = getattr(message, row.name)
@@ -191,7 +207,12 @@ PARAMETERS = tuple(
 )
 
 
-def barred_too_much(bad_sequences: Sequence[Sequence[int]], stop_token_ids: Collection[int], vocab_size: int) -> str:
+def barred_too_much(
+    bad_sequences: Sequence[Sequence[int]],
+    stop_token_ids: Collection[int],
+    vocab_size: int,
+    allowed_token_ids: Collection[int] = (),
+) -> str:
     """What is wrong with bad words in tokens; empty: nothing. stop_token_ids: those that min_tokens may bar besides."""
     num_tokens = sum(map(len, bad_sequences))
     if num_tokens > MAX_BAD_TOKENS:
@@ -201,4 +222,7 @@ def barred_too_much(bad_sequences: Sequence[Sequence[int]], stop_token_ids: Coll
     if not all(bad_sequences):
         return "has a word without a token"
     # Each bars one token at most at a time.
-    return "leaves no token to draw" if len(bad_sequences) + len(stop_token_ids) >= vocab_size else ""
+    is_all = len(bad_sequences) + len(stop_token_ids) >= vocab_size
+    if allowed_token_ids:
+        is_all = {*allowed_token_ids} <= {*stop_token_ids, *(sequence[-1] for sequence in bad_sequences)}
+    return "leaves no token to draw" if is_all else ""

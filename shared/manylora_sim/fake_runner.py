@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -116,7 +117,7 @@ class FakeRunner:
         written: dict[int, int] = {}
         for chunk in batch.chunks:
             self._write(chunk, written)
-        sampled = [self._sample(chunk) for chunk in batch.chunks if chunk.samples]
+        sampled = [self._answer(chunk) for chunk in batch.chunks if chunk.is_answered]
         if self._pace is not None:
             self._pace(batch)
         return sampled
@@ -184,6 +185,22 @@ class FakeRunner:
         if len(self._tables) > _TABLES_BOUND:
             self._tables.popitem(last=False)
 
+    def _answer(self, chunk: SequenceChunk) -> Sampled:
+        sampled = self._sample(chunk) if chunk.samples else Sampled(chunk.sequence_id, 0)
+        if chunk.scored:
+            sampled.scored = [self._score(chunk, position) for position in chunk.scored]
+        return sampled
+
+    def _score(self, chunk: SequenceChunk, position: int) -> Logprobs:
+        start, end = chunk.start_position, chunk.start_position + len(chunk.token_ids)
+        if not start <= position < min(end, len(chunk.prompt_token_ids) - 1):
+            self._fail("a position is scored that the chunk does not compute")
+        assert chunk.sampling.prompt_logprobs is not None
+        context = b"".join(self._blocks[block_id] for block_id in chunk.block_table[: position // self.block_size + 1])
+        token_id = chunk.prompt_token_ids[position + 1]
+        uid, top = chunk.adapter_uid, chunk.sampling.prompt_logprobs
+        return _prompt_logprobs(context[: (position + 1) * _CELL.size], token_id, uid, top)
+
     def _sample(self, chunk: SequenceChunk) -> Sampled:
         end = chunk.start_position + len(chunk.token_ids)
         if end != len(chunk.prompt_token_ids) + len(chunk.output_token_ids):
@@ -201,7 +218,8 @@ class FakeRunner:
             memoryview(context)[: end * _CELL.size],
         )
         barred = {token for token, before in chunk.bars if before in (ANY_TOKEN, *chunk.output_token_ids[-1:])}
-        while token_id in barred:
+        allowed = chunk.sampling.allowed_token_ids
+        while token_id in barred or (allowed and token_id not in allowed):
             token_id = (token_id + 1) % self.vocab_size
         return Sampled(chunk.sequence_id, token_id, logprobs)
 
@@ -368,6 +386,26 @@ def reference_tokens(
         context += _CELL.pack(token_id, len(prompt_token_ids) + len(output), tag)
         output.append(token_id)
     return output
+
+
+def reference_prompt_logprobs(
+    prompt_token_ids: Sequence[int], adapter_uid: AdapterUid | None, top: int
+) -> list[Logprobs]:
+    """Of the prompt's tokens from the second on."""
+    tag = _adapter_tag(adapter_uid)
+    context = bytearray()
+    told = []
+    for position, (token_id, following) in enumerate(itertools.pairwise(prompt_token_ids)):
+        context += _CELL.pack(token_id, position, tag)
+        told.append(_prompt_logprobs(bytes(context), following, adapter_uid, top))
+    return told
+
+
+def _prompt_logprobs(context: bytes, token_id: int, adapter_uid: AdapterUid | None, top: int) -> Logprobs:
+    digest = hashlib.blake2b(context, digest_size=8, key=_adapter_tag(adapter_uid) + token_id.to_bytes(4, "little"))
+    value = int.from_bytes(digest.digest(), "little")
+    others = tuple((i, -float(i)) for i in range(top))
+    return Logprobs(-(value % 1000) / 1000, others, 1 + value % 7)
 
 
 class FakeAdapterBackend:

@@ -45,6 +45,7 @@ SAMPLINGS = [
     Sampling(seed=2**64 - 1, repetition_penalty=1.7, presence_penalty=0.5, frequency_penalty=0.9),
     Sampling(seed=8, temperature=0.0, logit_bias={3: 100.0}, top_logprobs=0),
     Sampling(seed=9, temperature=1e-6, top_p=0.01),
+    Sampling(seed=10, allowed_token_ids=(2, 9, 30), logit_bias={9: -1.0}, repetition_penalty=1.3),
 ]
 
 
@@ -192,6 +193,16 @@ def test_presence_and_frequency_count_the_output_only() -> None:
     expected[0, 7] -= 0.5 + 2 * 0.25
     expected[0, 8] -= 0.5 + 0.25 + 1.0
     expected[0, 11] += 2.0
+    torch.testing.assert_close(scores, expected)
+
+
+def test_no_other_than_allowed_tokens_are_drawn() -> None:
+    logits = random_logits(2)
+    sampling = Sampling(seed=0, allowed_token_ids=(4, 7), logit_bias={7: 1.5, 9: 50.0})
+    scores = _penalized(logits, [chunk(sampling), chunk(Sampling(seed=0))])
+    expected = logits.clone()
+    expected[0] = float("-inf")
+    expected[0, 4], expected[0, 7] = logits[0, 4], logits[0, 7] + 1.5
     torch.testing.assert_close(scores, expected)
 
 

@@ -112,6 +112,7 @@ def random_sampling(rng: random.Random, vocab: int = VOCAB) -> Sampling:
         presence_penalty=maybe(0.0, 0.0, 0.7, -1.1),
         frequency_penalty=maybe(0.0, 0.0, 0.4, -0.3),
         logit_bias=maybe({}, {}, {3: 5.0, rng.randrange(vocab): -2.5, 9: float("-inf")}),
+        allowed_token_ids=maybe((), (), (3, 8, rng.randrange(vocab))),
     )
 
 

@@ -10,12 +10,13 @@ from manylora_sim.fake_runner import (
     FakeAdapterBackend,
     FakeRunner,
     FakeStep,
+    reference_prompt_logprobs,
     reference_tokens,
 )
 from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.engine.outbox import RequestEnd
-from manylora_worker.kinds.api import EngineRequest, FinishReason, Sampled, Sampling, StepBatch, TokenOutput
+from manylora_worker.kinds.api import EngineRequest, FinishReason, Logprobs, Sampled, Sampling, StepBatch, TokenOutput
 from manylora_worker.planning.step_planner import PlannerLimits
 
 EOS = 0
@@ -83,6 +84,11 @@ def expected(request: EngineRequest, choice: int) -> list[int]:
     )
 
 
+def scores(request: EngineRequest) -> list[Logprobs]:
+    top = request.sampling.prompt_logprobs
+    return [] if top is None else reference_prompt_logprobs(request.prompt_token_ids, request.adapter_uid, top)
+
+
 class Collector:
     """What came out of the engine, by request and choice, with the contract of TokenOutput checked."""
 
@@ -91,6 +97,7 @@ class Collector:
         self.tokens: dict[tuple[RequestId, int], list[int]] = {}
         self.reasons: dict[tuple[RequestId, int], FinishReason] = {}
         self.ends: dict[RequestId, RequestEnd] = {}
+        self.scored: dict[RequestId, list[Logprobs]] = {}
 
     def add(self, request: EngineRequest) -> None:
         self.requests[request.request_id] = request
@@ -99,11 +106,17 @@ class Collector:
 
     def take(self, outputs: list[TokenOutput], ends: list[RequestEnd]) -> None:
         for output in outputs:
+            if output.prompt_logprobs:
+                self._score(output)
+                continue
             key = (output.request_id, output.choice)
             assert key not in self.reasons, "output after the end"
             assert output.request_id not in self.ends
             assert output.first_position == len(self.tokens[key]), "positions have a gap"
             self.tokens[key] += output.token_ids
+            if output.token_ids or output.stop_token_id is not None:
+                wanted = scores(self.requests[output.request_id])
+                assert self.scored.get(output.request_id, []) == wanted, "tokens before the prompt's log-probabilities"
             if output.finish_reason is not None:
                 self.reasons[key] = output.finish_reason
                 self._check_end(output)
@@ -113,6 +126,12 @@ class Collector:
             for choice in range(self.requests[end.request_id].n):
                 assert (end.request_id, choice) in self.reasons
             assert min(end.adapter_wait_s, end.prefill_s, end.decode_s) >= 0
+
+    def _score(self, output: TokenOutput) -> None:
+        assert output.request_id not in self.ends
+        told = self.scored.setdefault(output.request_id, [])
+        told += output.prompt_logprobs
+        assert told == scores(self.requests[output.request_id])[: len(told)]
 
     def _check_end(self, output: TokenOutput) -> None:
         request = self.requests[output.request_id]

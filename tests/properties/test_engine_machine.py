@@ -116,6 +116,7 @@ class EngineMachine(RuleBasedStateMachine):
         has_stop=st.booleans(),
         min_tokens=st.sampled_from([0, 0, 3, 12]),
         bad_words=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4)), max_size=3),
+        prompt_logprobs=st.sampled_from([None, None, 0, 2]),
     )
     def add(
         self,
@@ -129,6 +130,7 @@ class EngineMachine(RuleBasedStateMachine):
         has_stop: bool,
         min_tokens: int = 0,
         bad_words: Sequence[tuple[int, int]] = (),
+        prompt_logprobs: int | None = None,
     ) -> None:
         """bad_words: (start, length) in what the output would be."""
         self.serial += 1
@@ -139,7 +141,12 @@ class EngineMachine(RuleBasedStateMachine):
             adapter_uid=adapter,
             prompt_token_ids=tuple(prompt),
             max_tokens=max_tokens,
-            sampling=Sampling(seed=self.serial, temperature=0.0 if greedy else 1.0, min_tokens=min_tokens),
+            sampling=Sampling(
+                seed=self.serial,
+                temperature=0.0 if greedy else 1.0,
+                min_tokens=min_tokens,
+                prompt_logprobs=prompt_logprobs,
+            ),
             stop_token_ids=frozenset([EOS]) if has_stop else frozenset(),
             n=n,
         )

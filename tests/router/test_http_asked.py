@@ -11,7 +11,13 @@ from manylora_router.guard.admission import RequestInput
 from manylora_shared.sampling import PARAMETERS, Kind
 
 NOBODY = caller_of({})
-VALUES: dict[Kind, Any] = {Kind.NUMBER: 0.5, Kind.COUNT: 3, Kind.BIASES: {"7": 1.5}, Kind.WORDS: ("a", "b")}
+VALUES: dict[Kind, Any] = {
+    Kind.NUMBER: 0.5,
+    Kind.COUNT: 3,
+    Kind.BIASES: {"7": 1.5},
+    Kind.WORDS: ("a", "b"),
+    Kind.TOKENS: [7, 8],
+}
 
 
 def asked(
@@ -23,7 +29,7 @@ def asked(
     return request, form, [f"{v.field}: {v.description}" for v in fields.found]
 
 
-@pytest.mark.parametrize("row", [row for row in PARAMETERS if row.name != "top_logprobs"], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in PARAMETERS if "logprobs" not in row.name], ids=lambda row: row.name)
 def test_each_row_of_the_table_is_a_field(row: Any) -> None:
     request, _, found = asked({row.name: list(VALUES[row.kind]) if row.kind is Kind.WORDS else VALUES[row.kind]})
     expected = {Kind.BIASES: {7: 1.5}}.get(row.kind, VALUES[row.kind])
@@ -89,7 +95,7 @@ def test_what_changes_nothing_is_ignored() -> None:
         {"store": True},
         {"response_format": {"type": "json_object"}},
         {"use_beam_search": True},
-        {"prompt_logprobs": 1},
+        {"prompt_logprobs": 1},  # but by who tells them
         {"cache_salt": "x"},
         {"stream_options": {"include_usage": True}},
         {"stream": True, "stream_options": {"what": 1}},

@@ -85,6 +85,7 @@ def test_every_field_is_told() -> None:
     frame = Frame(
         4,
         Started("r", "a" * 64, 2**63, [5, 6], degraded),
+        logprobs,
         Delta(1, 3, [8], "x", logprobs),
         Finished(common_pb2.OUTCOME_COMPLETED, ends, usage, timings, "w", degraded),
     )
@@ -95,6 +96,7 @@ def test_every_field_is_told() -> None:
         started=inference_pb2.Started(
             request_id="r", adapter_version="a" * 64, seed=2**63, prompt_tokens=2, degraded=told
         ),
+        prompt_logprobs=logprobs,
         delta=inference_pb2.Delta(choice=1, first_position=3, token_ids=[8], text="x", logprobs=logprobs),
         finished=inference_pb2.Finished(
             outcome=common_pb2.OUTCOME_COMPLETED,

@@ -22,6 +22,8 @@ GIVEN = {
     "logit_bias": {3: -1.5},
     "min_tokens": 4,
     "bad_words": ("no", " never"),
+    "prompt_logprobs": 0,
+    "allowed_token_ids": (5, 9),
 }
 
 
@@ -89,6 +91,21 @@ def test_bad_words_are_some_and_short() -> None:
         ("sampling.bad_words[2]", "must have from 1 to 64 bytes, not 66"),
     ]
     assert [v.description for v in Sampling(bad_words=["x"] * 65).violations(9)] == ["has more than 64 entries"]
+
+
+def test_allowed_tokens_are_in_the_vocabulary() -> None:
+    assert [(v.field, v.description) for v in Sampling(allowed_token_ids=[3, 100]).violations(100)] == [
+        ("sampling.allowed_token_ids[1]", "100 is outside the model's vocabulary of 100 tokens")
+    ]
+    assert len(Sampling(allowed_token_ids=range(50, 99)).violations(10)) == 8
+    assert [v.description for v in Sampling(allowed_token_ids=range(1025)).violations(9)] == [
+        "has more than 1024 entries"
+    ]
+
+
+def test_some_allowed_token_is_left() -> None:
+    assert barred_too_much([[1], [2, 3]], [4], 10, [1, 3, 4, 5]) == ""
+    assert barred_too_much([[1], [2, 3]], [4], 10, [1, 3, 4]) == "leaves no token to draw"
 
 
 @pytest.mark.parametrize(

@@ -100,3 +100,12 @@ def test_outcomes() -> None:
     assert execute_finished(StreamEnd(EndKind.SLOW_READER, "m")).outcome == common_pb2.OUTCOME_SLOW_READER
     aborted = execute_finished(StreamEnd(EndKind.ABORTED, "whatever"))
     assert (aborted.outcome, aborted.message) == (common_pb2.OUTCOME_WORKER_LOST, "the worker is shutting down")
+
+
+def test_a_prompts_log_probabilities_are_the_requests() -> None:
+    scored = [Logprobs(-1.0, ((5, -0.5),), 2), Logprobs(-2.0, (), 1)]
+    frame = tokens_frame(3, [TokenOutput(RequestId("r"), 0, 0, (), prompt_logprobs=scored)])
+    assert frame is not None
+    assert not frame.tokens.choices
+    told = [(each.logprob, [top.token_id for top in each.top], each.rank) for each in frame.tokens.prompt_logprobs]
+    assert told == [(-1.0, [5], 2), (-2.0, [], 1)]

@@ -44,6 +44,8 @@ def _option(row: Parameter) -> Any:
         case Kind.COUNT:
             low, high = int(row.range.low), int(row.range.high)
             return Annotated[int | None, typer.Option(min=low, max=high, help=f"{help_}.")]
+        case Kind.TOKENS:
+            return Annotated[list[int] | None, typer.Option(metavar="TOKEN_ID", help=f"{help_}; may be repeated.")]
         case Kind.WORDS:
             return Annotated[list[str] | None, typer.Option(metavar="TEXT", help=f"{help_}; may be repeated.")]
         case Kind.BIASES:

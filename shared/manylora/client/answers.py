@@ -68,10 +68,11 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True)
 class PositionLogprobs:
-    # the sampled token's log-probability, and (token id, log-probability) of the likeliest
+    # the token's log-probability, and (token id, log-probability) of the likeliest
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0  # of a prompt's token: how many are as likely, itself included
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,11 @@ class Started:
 
 
 @dataclass(frozen=True)
+class PromptLogprobs:
+    positions: tuple[PositionLogprobs, ...]  # the next ones of the prompt's tokens, from its second on
+
+
+@dataclass(frozen=True)
 class Delta:
     choice: int
     first_position: int
@@ -136,7 +142,7 @@ class Finished:
     degraded: Degraded | None = None
 
 
-Event = Started | Delta | Finished
+Event = Started | PromptLogprobs | Delta | Finished
 
 
 @dataclass(frozen=True)
@@ -162,6 +168,7 @@ class Result:
     timings: Timings
     worker_id: str
     degraded: Degraded | None = None  # None: the answer is what was asked for
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()  # of the prompt's tokens from its second on
 
     @property
     def text(self) -> str:
@@ -191,6 +198,8 @@ class Result:
         }
         if self.choices[0].logprobs:
             answer["logprobs"] = [dataclasses.asdict(p) for p in self.choices[0].logprobs]
+        if self.prompt_logprobs:
+            answer["prompt_logprobs"] = [dataclasses.asdict(p) for p in self.prompt_logprobs]
         if self.degraded is not None:
             answer["degraded"] = dataclasses.asdict(self.degraded)
         if len(self.choices) > 1:
@@ -207,6 +216,7 @@ class Collector:
         self._texts: dict[int, list[str]] = {0: []}
         self._token_ids: dict[int, list[int]] = {0: []}
         self._logprobs: dict[int, list[PositionLogprobs]] = {0: []}
+        self._prompt_logprobs: list[PositionLogprobs] = []
 
     @property
     def is_empty(self) -> bool:
@@ -217,6 +227,8 @@ class Collector:
             self._started = event
         elif isinstance(event, Finished):
             self._finished = event
+        elif isinstance(event, PromptLogprobs):
+            self._prompt_logprobs += event.positions
         else:
             self._texts.setdefault(event.choice, []).append(event.text)
             self._token_ids.setdefault(event.choice, []).extend(event.token_ids)
@@ -236,6 +248,7 @@ class Collector:
             timings=finished.timings,
             worker_id=finished.worker_id,
             degraded=finished.degraded or started.degraded,
+            prompt_logprobs=tuple(self._prompt_logprobs),
         )
 
     def _choice(self, index: int, end: ChoiceEnd | None) -> Choice:

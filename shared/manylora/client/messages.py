@@ -17,6 +17,7 @@ from manylora.client.answers import (
     Event,
     Finished,
     PositionLogprobs,
+    PromptLogprobs,
     Started,
     Timings,
     Usage,
@@ -158,6 +159,8 @@ def events_from(message: inference_pb2.GenerateResponse) -> list[Event]:
     events: list[Event] = []
     if message.HasField("started"):
         events.append(_scalars(Started, message.started, degraded=_degraded_from(message.started)))
+    if message.prompt_logprobs:
+        events.append(PromptLogprobs(tuple(_logprobs(p) for p in message.prompt_logprobs)))
     if message.HasField("delta"):
         delta = message.delta
         logprobs = tuple(_logprobs(p) for p in delta.logprobs)
@@ -194,7 +197,7 @@ def _choice_end(message: inference_pb2.ChoiceEnd) -> ChoiceEnd:
 
 
 def _logprobs(message: common_pb2.PositionLogprobs) -> PositionLogprobs:
-    return PositionLogprobs(message.logprob, tuple((t.token_id, t.logprob) for t in message.top))
+    return PositionLogprobs(message.logprob, tuple((t.token_id, t.logprob) for t in message.top), message.rank)
 
 
 def _fields(message: Message) -> dict[str, Any]:

@@ -69,10 +69,12 @@ class ExecuteStarted(_message.Message):
     def __init__(self) -> None: ...
 
 class TokenChunk(_message.Message):
-    __slots__ = ("choices",)
+    __slots__ = ("choices", "prompt_logprobs")
     CHOICES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     choices: _containers.RepeatedCompositeFieldContainer[ChoiceTokens]
-    def __init__(self, choices: _Optional[_Iterable[_Union[ChoiceTokens, _Mapping]]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]
+    def __init__(self, choices: _Optional[_Iterable[_Union[ChoiceTokens, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ...) -> None: ...
 
 class ChoiceTokens(_message.Message):
     __slots__ = ("choice", "first_position", "token_ids", "logprobs", "finish_reason", "stop_token_id")

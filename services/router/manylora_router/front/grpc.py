@@ -142,6 +142,7 @@ def message_of(frame: Frame) -> inference_pb2.GenerateResponse:
         told.prompt_tokens = len(started.prompt_token_ids)
         if started.degraded is not None:
             told.degraded.CopyFrom(_degraded(started.degraded))
+    message.prompt_logprobs.extend(frame.prompt_logprobs)
     if (new := frame.delta) is not None:
         # Made in its frame: a message that is given to another is copied.
         delta = message.delta

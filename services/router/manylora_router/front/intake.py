@@ -251,7 +251,8 @@ class Intake:
             async with self.text_turn(flow, sum(_TEXT_COST + len(word) for word in words)):
                 found = await self._text.encode_words(words)
         stops = stop_token_ids if request.sampling.min_tokens else ()
-        problem = barred_too_much(found, stops, model.limits.vocab_size)
+        allowed = request.sampling.allowed_token_ids
+        problem = barred_too_much(found, stops, model.limits.vocab_size, allowed)
         if problem:
             raise InvalidRequest.of("sampling.bad_words" if words else "sampling.min_tokens", problem)
         return found

@@ -23,6 +23,7 @@ MAX_CHOICES = 8
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 64
 MAX_STOP_TOKEN_IDS = 64
+MAX_PROMPT_LOGPROBS = 1 << 17  # told of one prompt: its tokens' and the alternatives'
 MAX_PRIORITY = 100
 MAX_IDEMPOTENCY_KEY_CHARS = 128
 MAX_CHAT_MESSAGES = 4096
@@ -245,6 +246,8 @@ def admit(
         )
     bounds = [default_max_tokens, room_tokens] + ([limit_tokens] if limit_tokens is not None else [])
     max_tokens, min_tokens = request.max_tokens or min(bounds), request.sampling.min_tokens
+    if prompt_token_ids is not None and (wrong := _too_many_scored(request.sampling, len(prompt_token_ids))):
+        found.append(wrong)
     if min_tokens > max_tokens > 0:
         message = f"must be at most max_tokens ({max_tokens}), not {min_tokens}"
         found.append(FieldViolation("sampling.min_tokens", message))
@@ -293,6 +296,18 @@ def _check_length(
     elif not isinstance(request.prompt, TokenPrompt) and max(prompt_token_ids) >= model.vocab_size:
         found.append(FieldViolation(name, f"gives a token beyond the model's vocabulary of {model.vocab_size}"))
     return room_tokens
+
+
+def _too_many_scored(sampling: Sampling, num_tokens: int) -> FieldViolation | None:
+    """What is told of a prompt stands in routers' memory until it is read."""
+    if sampling.prompt_logprobs is None or num_tokens * (1 + sampling.prompt_logprobs) <= MAX_PROMPT_LOGPROBS:
+        return None
+    most = MAX_PROMPT_LOGPROBS // num_tokens - 1
+    return FieldViolation(
+        "sampling.prompt_logprobs",
+        f"of a prompt of {num_tokens} tokens {f'at most {most} may be asked for' if most >= 0 else 'none are told'}, "
+        f"not {sampling.prompt_logprobs}: {MAX_PROMPT_LOGPROBS} in all",
+    )
 
 
 def _check_metadata(request: RequestInput, found: list[FieldViolation]) -> None:

@@ -87,6 +87,7 @@ class Execution:
         self._choices = Choices(detokenizers, job.stop, job.sampling.min_tokens, job.stop_tokens)
         self._measured = _Measured()
         self._next_frame = 0
+        self._num_scored = 0  # of the prompt's tokens
         self._untold: list[Frame] = []  # each thing in a frame of its own, without a number
         self._lease = TokenLease(job, self._choices, scheduler)
         self._grant: Grant | None = None
@@ -278,13 +279,19 @@ class Execution:
         )
 
     def _on_tokens(self, chunk: worker_pb2.TokenChunk) -> list[Frame]:
+        scored: list[Frame] = []
+        if chunk.prompt_logprobs:
+            self._num_scored += len(chunk.prompt_logprobs)
+            scored.append(Frame(prompt_logprobs=chunk.prompt_logprobs))
+        if chunk.choices and self._num_scored != self.job.num_scored:
+            raise InternalError(f"the worker told {self._num_scored} of the prompt's {self.job.num_scored} positions")
         taken = self._choices.take(chunk)
         for index in taken.stopped:
             assert self._stream is not None
             self._stream.stop_choice(index)
         if taken.deltas and self._measured.ttft_ms == 0.0:
             self._measured.ttft_ms = self._elapsed_ms()
-        return taken.deltas
+        return scored + taken.deltas
 
     def _on_finished(self, finished: worker_pb2.ExecuteFinished) -> list[Frame]:
         self._hear_word(finished)

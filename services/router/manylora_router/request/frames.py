@@ -55,14 +55,16 @@ class Finished:
 
 @dataclass(slots=True)
 class Frame:
-    """At least one of the three, which happened in this order."""
+    """At least one of the four, which happened in this order."""
 
     number: int = 0
     started: Started | None = None
+    prompt_logprobs: Sequence[common_pb2.PositionLogprobs] = ()  # the next ones of the prompt, from its second token on
     delta: Delta | None = None
     finished: Finished | None = None
 
     def merge(self, later: Frame) -> None:
         self.started = later.started or self.started
+        self.prompt_logprobs = [*self.prompt_logprobs, *later.prompt_logprobs]
         self.delta = later.delta or self.delta
         self.finished = later.finished or self.finished

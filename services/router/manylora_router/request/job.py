@@ -41,6 +41,11 @@ class Job:
         """If each choice takes all that it may."""
         return len(self.prompt_token_ids) + self.max_tokens * self.n
 
+    @property
+    def num_scored(self) -> int:
+        """Tokens of the prompt whose log-probabilities a worker tells."""
+        return 0 if self.sampling.prompt_logprobs is None else len(self.prompt_token_ids) - 1
+
     def as_granted(self, grant: Grant) -> Job:
         """With less output, where overload makes it so."""
         cap = grant.max_output_tokens

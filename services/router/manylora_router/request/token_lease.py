@@ -116,6 +116,7 @@ def _split(
 ) -> tuple[worker_pb2.ExecuteResponse, worker_pb2.ExecuteResponse]:
     """Ends of choices stay behind their last token."""
     head, rest = worker_pb2.ExecuteResponse(frame=message.frame), worker_pb2.ExecuteResponse(frame=message.frame)
+    head.tokens.prompt_logprobs.extend(message.tokens.prompt_logprobs)
     for part in message.tokens.choices:
         if not goes_on(part.choice):
             continue

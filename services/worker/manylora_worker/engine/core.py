@@ -269,7 +269,7 @@ class EngineCore:
         self._pool.commit(flight.work)
         drawn = iter(result)
         for part in flight.parts:
-            self._settle(part, next(drawn) if part.scheduled.samples else None, now)
+            self._settle(part, next(drawn) if part.is_answered else None, now)
         self._endings.let_go()
 
     def drain(self, now: float) -> None:
@@ -456,12 +456,18 @@ class EngineCore:
         self._leave_step(part)
         if part.num_recomputed_tokens:
             self._counters.set_back(sequence.tenant_id, Setbacks(recomputed_tokens=part.num_recomputed_tokens))
-        is_taken = sampled is not None and not sequence.is_finished
+        is_taken = part.scheduled.samples and not sequence.is_finished
         self._counters.computed(sequence.flow, part.num_new_tokens, int(is_taken))
+        # What one choice has scored is told though it has ended since: no other scores it again.
+        is_scored = part.num_scored > 0 and group.leader is not None
+        if sampled is not None and sampled.error is not None and (is_scored or not sequence.is_finished):
+            self._end_unsound(sequence, sampled.error, now)
+        elif sampled is not None and is_scored:
+            self._outbox.prompt_scored(group, sampled.scored)
         if sequence.is_finished:
             return
         self._prefixes.publish(sequence, part.end - part.scheduled.num_tokens, part.end)
-        if sampled is not None:
+        if sampled is not None and part.scheduled.samples:
             if group.times.first_token_s is None:
                 group.times.first_token_s = now
             self._take_token(sequence, sampled, now)
@@ -489,16 +495,16 @@ class EngineCore:
                 self._endings.end_request(part.scheduled.sequence.group, FinishReason.ERROR, message, now, refund=True)
         self._endings.let_go()
 
+    def _end_unsound(self, sequence: Sequence, message: str, now: float) -> None:
+        reason = FinishReason.ERROR
+        if sequence.group.request.adapter_uid is not None:  # no other tenant's request, and no fault of the worker
+            reason, message = FinishReason.ADAPTER_FAILED, f"with its weights {message}"
+        self._endings.end_request(sequence.group, reason, message, now, refund=sequence.num_steps_in_flight > 0)
+
     def _take_token(self, sequence: Sequence, sampled: Sampled, now: float) -> None:
         request = sequence.group.request
         # What a later step draws is of no use then.
         is_in_vain = sequence.num_steps_in_flight > 0
-        if sampled.error is not None:
-            reason, message = FinishReason.ERROR, sampled.error
-            if request.adapter_uid is not None:  # no other tenant's request, and no fault of the worker
-                reason, message = FinishReason.ADAPTER_FAILED, f"with its weights {message}"
-            self._endings.end_request(sequence.group, reason, message, now, refund=is_in_vain)
-            return
         if sampled.token_id in request.stop_token_ids:
             stop_token_id = sampled.token_id
             self._endings.end_choice(sequence, FinishReason.STOP, now, stop_token_id=stop_token_id, refund=is_in_vain)

@@ -32,6 +32,11 @@ class Part:
     num_new_tokens: int  # prompt tokens that count
     num_recomputed_tokens: int
     end: int  # the position up to which the step computes
+    num_scored: int  # of the prompt's tokens
+
+    @property
+    def is_answered(self) -> bool:
+        return self.scheduled.samples or self.num_scored > 0
 
 
 class Flight(NamedTuple):
@@ -108,7 +113,7 @@ class Flights:
         """The result, or what is wrong with it."""
         if isinstance(result, Exception):
             return result
-        expected = [part.holding_id for part in flight.parts if part.scheduled.samples]
+        expected = [part.holding_id for part in flight.parts if part.is_answered]
         if [sampled.sequence_id for sampled in result] != expected:
             return RuntimeError("the model's answer is not that of the batch")
         for sampled in result:
@@ -121,12 +126,14 @@ def part_of(item: Scheduled) -> Part:
     sequence = item.sequence
     is_prefill = sequence.status is SequenceStatus.PREFILL
     num_new_tokens = sequence.num_new_tokens(item.num_tokens) if is_prefill else 0
+    end = sequence.num_computed_tokens + item.num_tokens
     return Part(
         scheduled=item,
         holding_id=sequence.holding_id,
         num_new_tokens=num_new_tokens,
         num_recomputed_tokens=item.num_tokens - num_new_tokens if is_prefill else 0,
-        end=sequence.num_computed_tokens + item.num_tokens,
+        end=end,
+        num_scored=len(sequence.group.scored(sequence.num_computed_tokens, end)),
     )
 
 
@@ -146,4 +153,5 @@ def chunk_of(item: Scheduled) -> SequenceChunk:
         prompt_token_ids=request.prompt_token_ids,
         output_token_ids=sequence.output_token_ids,
         bars=bars.after(sequence.output_token_ids, sequence.num_pending_tokens) if bars is not None else (),
+        scored=sequence.group.scored(sequence.num_computed_tokens, sequence.num_computed_tokens + item.num_tokens),
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from manylora_shared.ids import RequestId
 
-from manylora_worker.kinds.api import FinishReason, Sampled, TokenOutput
+from manylora_worker.kinds.api import FinishReason, Logprobs, Sampled, TokenOutput
 from manylora_worker.kinds.sequence import GroupTimes, Sequence, SequenceGroup
 
 _CUT_SHORT = (FinishReason.ABORTED, FinishReason.ADAPTER_FAILED, FinishReason.ERROR)
@@ -78,6 +79,10 @@ class Outbox:
                 finish_reason=FinishReason.LENGTH if is_last else None,
             )
         )
+
+    def prompt_scored(self, group: SequenceGroup, scored: SequenceOf[Logprobs]) -> None:
+        """Of the prompt's next tokens."""
+        self._outputs.append(TokenOutput(group.request.request_id, 0, 0, (), prompt_logprobs=scored))
 
     def choice_ended(
         self, sequence: Sequence, reason: FinishReason, *, message: str = "", stop_token_id: int | None = None

@@ -13,7 +13,9 @@ from manylora_worker.engine.outbox import RequestEnd
 from manylora_worker.hosting.waiter import Waiter
 from manylora_worker.kinds.api import EngineRequest, TokenOutput
 
-PAUSE_UNREAD_TOKENS = 1024  # over its choices; what is on its way from the engine comes on top
+PAUSE_UNREAD_TOKENS = (
+    1024  # over its choices, and of its prompt where they are told; what is on its way from the engine comes on top
+)
 
 
 class EndKind(enum.Enum):
@@ -111,7 +113,7 @@ class OutputStream:
         if not self._pending:
             self._news.wake()
         self._pending.append(output)
-        self._pending_tokens += len(output.token_ids)
+        self._pending_tokens += len(output.token_ids) + len(output.prompt_logprobs)
 
     def end(self, end: StreamEnd) -> None:
         assert self._end is None

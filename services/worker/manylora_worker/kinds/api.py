@@ -28,7 +28,11 @@ class Sampling(sampling.Sampling):
     @property
     def adjusts_logits(self) -> bool:
         return bool(
-            self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty or self.logit_bias
+            self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.allowed_token_ids
         )
 
 
@@ -62,6 +66,7 @@ class Logprobs:
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0  # of a prompt's token: how many are as likely, itself included
 
 
 # What there is of for each row of each step is not frozen: that would double the time that making one takes.
@@ -69,7 +74,8 @@ class Logprobs:
 
 @dataclass(slots=True)
 class TokenOutput:
-    # `finish_reason` comes with the last token (token_ids may then be empty)
+    # `finish_reason` comes with the last token (token_ids may then be empty). `prompt_logprobs` come by themselves, of
+    # the prompt's tokens from its second on, in order.
 
     request_id: RequestId
     choice: int
@@ -79,12 +85,17 @@ class TokenOutput:
     finish_reason: FinishReason | None = None
     message: str = ""
     stop_token_id: int | None = None  # ended the choice (STOP); not among token_ids
+    prompt_logprobs: Sequence[Logprobs] = ()
 
 
 # in SequenceChunk.token_ids: the token that this sequence drew in the step before, not known to the host yet
 PENDING_TOKEN = -1
 
 ANY_TOKEN = -2  # in SequenceChunk.bars
+
+NO_POSITIONS = range(0)
+
+NOT_FINITE = "the model's logits for this token are not finite"
 
 
 @dataclass(slots=True)
@@ -108,6 +119,11 @@ class SequenceChunk:
     output_token_ids: Sequence[int]  # those that are known: without the one that is pending
     # (token, before): a token that is not drawn where `before` is the pending token, or ANY_TOKEN (bars.py)
     bars: Sequence[tuple[int, int]] = ()
+    scored: range = NO_POSITIONS  # of these positions' logits the log-probability of the prompt's next token is told
+
+    @property
+    def is_answered(self) -> bool:
+        return self.samples or len(self.scored) > 0
 
 
 @dataclass(frozen=True)
@@ -125,6 +141,7 @@ class Sampled:
     logprobs: Logprobs | None = None
     # no token could be drawn (the logits were not finite): token_id means nothing, this sequence alone ends with ERROR
     error: str | None = None
+    scored: Sequence[Logprobs] = ()  # of the chunk's `scored`. Where it does not sample, token_id means nothing
 
 
 class RunnerLost(RuntimeError):
@@ -147,7 +164,7 @@ class ModelRunner(Protocol):
 
     # Every adapter_uid of a batch is on the device.
     def execute(self, batch: StepBatch) -> Sequence[Sampled]:
-        """One Sampled for each chunk with `samples`, in order: a function of each chunk alone (up to rounding)."""
+        """One Sampled for each chunk that `is_answered`, in order: a function of each chunk alone (up to rounding)."""
 
 
 class PendingStep(Protocol):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from manylora_shared.ids import TenantId
 
-from manylora_worker.kinds.api import PENDING_TOKEN, EngineRequest, FinishReason
+from manylora_worker.kinds.api import NO_POSITIONS, PENDING_TOKEN, EngineRequest, FinishReason
 from manylora_worker.kinds.bars import RequestBars
 from manylora_worker.kinds.flow import CacheScope, FlowKey
 
@@ -222,6 +222,19 @@ class SequenceGroup:
 
     def __post_init__(self) -> None:
         self.bars = RequestBars.of(self.request)
+
+    @property
+    def is_scoring(self) -> bool:
+        """Tokens of the prompt are left whose log-probabilities were asked for, and no step computes."""
+        is_asked = self.request.sampling.prompt_logprobs is not None
+        return is_asked and self.num_prompt_tokens_computed < len(self.request.prompt_token_ids)
+
+    def scored(self, start: int, end: int) -> range:
+        """Of the positions of a chunk, those whose next token's log-probability is asked for, and was not told yet."""
+        if not self.is_scoring:
+            return NO_POSITIONS
+        first = max(start, self.num_prompt_tokens_computed)
+        return range(first, max(first, min(end, len(self.request.prompt_token_ids) - 1)))
 
     @property
     def num_unfinished(self) -> int:

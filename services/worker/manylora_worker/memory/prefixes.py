@@ -15,11 +15,15 @@ class Prefixes:
         self._keys = keys
 
     def find(self, sequence: Sequence) -> list[int]:
-        """A swapped sequence goes on where it stood."""
+        """A swapped sequence goes on where it stood. What is cached has no logits: a prompt whose log-probabilities are
+        asked for is found as far as they were computed.
+        """
         keys, block_size = self._keys, self._pool.block_size
         if keys is None:
             return []
         most = sequence.num_tokens - 1 if sequence.swap is None else sequence.num_computed_tokens
+        if sequence.group.is_scoring:
+            most = min(most, sequence.group.num_prompt_tokens_computed)
         chain = (keys.key_at(sequence, index, block_size) for index in range(most // block_size))
         return self._pool.find_cached(sequence.group.cache_scope, chain)
 

@@ -16,7 +16,7 @@ from manylora_shared.stores.adapter_files import is_uid
 from manylora_shared.wire import QOS_CLASSES
 
 from manylora_worker.hosting.output_stream import EndKind, StreamEnd
-from manylora_worker.kinds.api import AdapterTier, EngineRequest, FinishReason, Sampling, TokenOutput
+from manylora_worker.kinds.api import AdapterTier, EngineRequest, FinishReason, Logprobs, Sampling, TokenOutput
 from manylora_worker.models.parts import ModelInfo
 
 MAX_CHOICES = 8
@@ -81,7 +81,12 @@ def engine_request(message: worker_pb2.ExecuteRequest, model: ModelInfo) -> Engi
     found.found += sampling.violations(model.vocab_size)
     check(not sampling.bad_words, "sampling.bad_words", "must come in tokens, as bad_sequences")
     bad_sequences = tuple(tuple(each.token_ids) for each in message.bad_sequences)
-    problem = barred_too_much(bad_sequences, message.stop_token_ids if sampling.min_tokens else (), model.vocab_size)
+    problem = barred_too_much(
+        bad_sequences,
+        message.stop_token_ids if sampling.min_tokens else (),
+        model.vocab_size,
+        sampling.allowed_token_ids,
+    )
     check(not problem, "bad_sequences", problem)
     if found.found:
         raise InvalidRequest.of_all(found.found)
@@ -114,6 +119,11 @@ def tokens_frame(number: int, outputs: Iterable[TokenOutput]) -> worker_pb2.Exec
     frame: worker_pb2.ExecuteResponse | None = None
     entries: dict[int, worker_pb2.ChoiceTokens] = {}
     for output in outputs:
+        if output.prompt_logprobs:
+            frame = frame or worker_pb2.ExecuteResponse(frame=number)
+            for logprobs in output.prompt_logprobs:
+                _fill(frame.tokens.prompt_logprobs.add(), logprobs)
+            continue
         # None stands for what ends with the request and is told there.
         finish_reason = None if output.finish_reason is None else _FINISH_REASONS.get(output.finish_reason)
         entry = entries.get(output.choice)
@@ -127,14 +137,18 @@ def tokens_frame(number: int, outputs: Iterable[TokenOutput]) -> worker_pb2.Exec
             entry.first_position = output.first_position
         entry.token_ids.extend(output.token_ids)
         for logprobs in output.logprobs:
-            position = entry.logprobs.add(logprob=logprobs.logprob)
-            for token_id, logprob in logprobs.top:
-                position.top.add(token_id=token_id, logprob=logprob)
+            _fill(entry.logprobs.add(), logprobs)
         if finish_reason is not None:
             entry.finish_reason = finish_reason
         if output.stop_token_id is not None:
             entry.stop_token_id = output.stop_token_id
     return frame
+
+
+def _fill(position: common_pb2.PositionLogprobs, logprobs: Logprobs) -> None:
+    position.logprob, position.rank = logprobs.logprob, logprobs.rank
+    for token_id, logprob in logprobs.top:
+        position.top.add(token_id=token_id, logprob=logprob)
 
 
 def execute_finished(end: StreamEnd) -> worker_pb2.ExecuteFinished:

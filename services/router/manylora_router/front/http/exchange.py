@@ -111,8 +111,7 @@ class Exchange:
     # The answer
 
     async def answer(self, document: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        body = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
-        await self.answer_bytes(body, "application/json", status, headers)
+        await self.answer_bytes(encoded(document), "application/json", status, headers)
 
     async def answer_bytes(
         self, body: bytes, content_type: str, status: int = 200, headers: Mapping[str, str] | None = None
@@ -194,6 +193,10 @@ class Exchange:
         except TimeoutError:
             self.abort()
             raise SlowReader(f"the answer was not read for {SLOW_READER_S:g} seconds") from None
+
+
+def encoded(document: Any) -> bytes:
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 def _parse(data: bytes) -> Any:

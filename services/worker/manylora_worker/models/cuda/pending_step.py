@@ -7,15 +7,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from manylora_worker.kinds.api import Logprobs, Sampled, SequenceChunk
+from manylora_worker.kinds.api import NOT_FINITE, Logprobs, Sampled, SequenceChunk
 from manylora_worker.models.cuda.kernels.sampling import SampledRows
+from manylora_worker.models.layers.prompt_scores import ScoredRows, Scores, answers
 
 
 class PendingStep:
-    def __init__(self, chunks: Sequence[SequenceChunk], rows: Sequence[int], drawn: SampledRows | None) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[SequenceChunk],
+        rows: Sequence[int],
+        drawn: SampledRows | None,
+        scored: tuple[ScoredRows, Scores] | None = None,
+    ) -> None:
         """rows: each sampling chunk's row in `drawn`, whose tensors are on the device; None: no chunk samples."""
         self._chunks = chunks
         self._rows = rows
+        self._scored = None if scored is None else scored[0]
+        self._scores = [] if scored is None else [_to_host(tensor) for tensor in scored[1]]
         self._host: list[Tensor] = []
         self._event: torch.cuda.Event | None = None
         if drawn is not None:
@@ -32,14 +41,15 @@ class PendingStep:
     def result(self) -> Sequence[Sampled]:
         if self._event is not None:
             self._event.synchronize()
-        if not self._host:
-            return []
+        return answers(self._chunks, self._drawn() if self._host else [], self._scored, self._scores)
+
+    def _drawn(self) -> list[Sampled]:
+        sampled = [chunk for chunk in self._chunks if chunk.samples]
         token_ids, sound, *logprobs = (tensor.tolist() for tensor in self._host)
         results = []
-        for i, chunk in zip(self._rows, self._chunks, strict=True):
+        for i, chunk in zip(self._rows, sampled, strict=True):
             if not sound[i]:
-                error = "the model's logits for this token are not finite"
-                results.append(Sampled(chunk.sequence_id, 0, error=error))
+                results.append(Sampled(chunk.sequence_id, 0, error=NOT_FINITE))
                 continue
             found = None
             wanted = chunk.sampling.top_logprobs

@@ -42,6 +42,7 @@ from manylora_worker.models.cuda.step_tables import StepTables, to_device
 from manylora_worker.models.decoder_weights import DecoderWeights
 from manylora_worker.models.layers.host_kv import TensorHostKv
 from manylora_worker.models.layers.kv_cache import KvCache
+from manylora_worker.models.layers.prompt_scores import ScoredRows, Scores, score
 from manylora_worker.models.loader import LoadedModel
 from manylora_worker.weights.layout import HostAdapter
 
@@ -174,22 +175,9 @@ class DeviceModelRunner:
             self._prepare_blocks(batch)
             if not batch.chunks:
                 return PendingStep([], [], None)
-            sampled = [chunk for chunk in batch.chunks if chunk.samples]
             plan = self._packer.pack(batch.chunks)
-            rows = [plan.row_of[chunk.sequence_id] for chunk in sampled]
-            needed = SamplingPlan.of(
-                [chunk.sampling for chunk in sampled], has_bars=any(chunk.bars for chunk in sampled)
-            )
-            if not sampled:
-                self._run_logits(plan, rows)
-                return PendingStep([], [], None)
-            if plan.is_decode and self._capture and not needed.penalties:
-                return PendingStep(sampled, rows, self._replay(plan, sampled, rows, needed))
-            bars = self._bars(plan, sampled, rows) if needed.penalties else None
-            logits = self._run_logits(plan, rows)
-            drawn = self._draw(logits, sampled, needed, bars)
-            self._keep_tokens(plan, rows, drawn.token_ids)
-            return PendingStep(sampled, range(len(sampled)), drawn)
+            rows, drawn = self._run(plan, [chunk for chunk in batch.chunks if chunk.samples])
+            return PendingStep(batch.chunks, rows, drawn, self._score(plan, batch.chunks))
 
     def warm_up(self) -> int:
         """Compiles what steps may need and captures every graph. Returns how many."""
@@ -261,6 +249,34 @@ class DeviceModelRunner:
         """For a batch of decoding, greedy rows. For benches."""
         with torch.inference_mode():
             return self._recorded(self._packer.pack(batch.chunks), GREEDY).graph
+
+    def _run(self, plan: PackedStep, sampled: Sequence[SequenceChunk]) -> tuple[Sequence[int], SampledRows | None]:
+        """Each sampling chunk's row in what is drawn."""
+        rows = [plan.row_of[chunk.sequence_id] for chunk in sampled]
+        needed = SamplingPlan.of([chunk.sampling for chunk in sampled], has_bars=any(chunk.bars for chunk in sampled))
+        if not sampled:
+            self._run_logits(plan, rows)
+            return rows, None
+        if plan.is_decode and self._capture and not needed.penalties:
+            return rows, self._replay(plan, sampled, rows, needed)
+        bars = self._bars(plan, sampled, rows) if needed.penalties else None
+        logits = self._run_logits(plan, rows)
+        drawn = self._draw(logits, sampled, needed, bars)
+        self._keep_tokens(plan, rows, drawn.token_ids)
+        return range(len(sampled)), drawn
+
+    def _score(self, plan: PackedStep, chunks: Sequence[SequenceChunk]) -> tuple[ScoredRows, Scores] | None:
+        """Outside of graphs, and behind the draw: the head's buffer has the draw's logits until then."""
+        scored = ScoredRows.of(chunks, lambda i: plan.row_of[chunks[i].sequence_id])
+        if scored is None:
+            return None
+        rows = to_device(scored.rows, torch.long, self._device)
+        targets = to_device(scored.targets, torch.long, self._device)
+
+        def head(some: Tensor) -> Tensor:
+            return self._decoder.head(replace(plan.step, logit_rows=some))
+
+        return scored, score(head, rows, targets, scored.top, self._limits.max_sequences)
 
     def _run_logits(self, plan: PackedStep, rows: Sequence[int]) -> Tensor:
         """[len(rows), vocab]"""

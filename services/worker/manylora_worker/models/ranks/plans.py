@@ -37,6 +37,7 @@ class _Row(NamedTuple):
     output_index: int
     output_token_ids: Sequence[int]
     bars: Sequence[tuple[int, int]]
+    scored: tuple[int, int]
 
 
 Plan = tuple[Sequence[tuple[Any, ...]], Sequence[tuple[int, int]], Sequence[int]]
@@ -63,12 +64,14 @@ class PlanWriter:
         first = 0 if known is None else min(known, chunk.start_position // self._block_size)
         sequence = None
         if known is None:
-            prompt = chunk.prompt_token_ids if looks_back else ()
+            is_read = looks_back or chunk.sampling.prompt_logprobs is not None
+            prompt = chunk.prompt_token_ids if is_read else ()
             sequence = (chunk.adapter_uid, chunk.sampling, chunk.choice, prompt)
         _keep(self._num_blocks, chunk.sequence_id, len(table))
         return (
             chunk.sequence_id, sequence, chunk.token_ids, chunk.start_position, first, list(table[first:]),
             chunk.samples, chunk.output_index, chunk.output_token_ids if looks_back else (), chunk.bars,
+            (chunk.scored.start, chunk.scored.stop),
         )  # fmt: skip
 
 
@@ -101,6 +104,7 @@ class PlanReader:
             prompt_token_ids=prompt_token_ids,
             output_token_ids=row.output_token_ids,
             bars=row.bars,
+            scored=range(*row.scored),
         )
 
 

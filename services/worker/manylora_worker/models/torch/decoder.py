@@ -72,8 +72,8 @@ class TorchDecoder:
         self._layers = [self._layer(layer) for layer in weights.layers]
         self._final_norm = self._norm_weight(weights.final_norm)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionStep, logit_rows: Tensor) -> Tensor:
-        """token_ids, positions: [T] -> logits [len(logit_rows), vocab]."""
+    def layers(self, token_ids: Tensor, positions: Tensor, attention: AttentionStep) -> Tensor:
+        """token_ids, positions: [T] -> [T, hidden], for `head`."""
         weights = self._weights
         # The embedding's rows are copies, so that the residual may be added to in place.
         residual = weights.embed(token_ids)
@@ -88,6 +88,11 @@ class TorchDecoder:
             if layer.ffn_post_norm is not None:
                 product = self._norm(product, layer.ffn_post_norm)
             residual.add_(product)
+        return residual
+
+    def head(self, residual: Tensor, logit_rows: Tensor) -> Tensor:
+        """-> logits [len(logit_rows), vocab]."""
+        weights = self._weights
         logits: Tensor = weights.head(self._norm(residual.index_select(0, logit_rows), self._final_norm))
         softcap = weights.logit_softcap
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
@@ -178,7 +183,7 @@ def _difference(loaded: LoadedModel, decoder: TorchDecoder) -> float:
         return AttentionStep(cache, token_rows=rows, num_rows=_CHECKED_TOKENS, decodes=[], prefills=[prefill])
 
     with torch.inference_mode():
-        found = decoder.forward(token_ids, rows, attention(), rows).float()
+        found = decoder.head(decoder.layers(token_ids, rows, attention()), rows).float()
         output = loaded.model(
             input_ids=token_ids[None], position_ids=rows[None], use_cache=False, **{STEP_KEYWORD: attention()}
         )

@@ -17,6 +17,7 @@ from manylora_worker.kinds.api import SequenceChunk, StepBatch
 from manylora_worker.models.layers.attention import AttentionStep, DecodeRow, PrefillRows
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.layers.lora_linear import Segment
+from manylora_worker.models.layers.prompt_scores import ScoredRows
 from manylora_worker.weights.sites import DeviceAdapter
 
 # A chunk that reads no more over all its tokens is attended token by token, among the sequences that decode: operations
@@ -33,6 +34,7 @@ class StepInputs:
     num_rows: int
     sampled: Sequence[SequenceChunk]  # chunks that sample, in the StepBatch's order
     logit_rows: Tensor  # [len(sampled)]: the row that each of them draws from
+    scored: ScoredRows | None
 
 
 def _place(chunk: SequenceChunk) -> tuple[str, bool, int]:
@@ -99,4 +101,5 @@ def build_inputs(
         num_rows=num_rows,
         sampled=[batch.chunks[i] for i in sampling],
         logit_rows=torch.tensor([last_rows[i] for i in sampling], dtype=torch.long, device=device),
+        scored=ScoredRows.of(batch.chunks, last_rows.__getitem__),
     )

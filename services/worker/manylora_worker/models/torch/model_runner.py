@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from manylora_shared.ids import AdapterUid
@@ -22,12 +24,16 @@ from manylora_worker.models.layers.attention import STEP_KEYWORD
 from manylora_worker.models.layers.host_kv import TensorHostKv
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.layers.lora_linear import LoraPlanner
+from manylora_worker.models.layers.prompt_scores import answers, score
 from manylora_worker.models.loader import LoadedModel
 from manylora_worker.models.torch.decoder import TorchDecoder
 from manylora_worker.models.torch.inputs import StepInputs, build_inputs, entered_blocks
 from manylora_worker.models.torch.sampler import sample
 from manylora_worker.weights.layout import HostAdapter
 from manylora_worker.weights.sites import DeviceAdapter
+
+_SCORED_ROWS = 64  # whose logits there are at a time
+_Head = Callable[[Tensor], Tensor]
 
 
 class TorchModelRunner:
@@ -73,15 +79,18 @@ class TorchModelRunner:
             if not batch.chunks:
                 return []
             inputs = build_inputs(batch, self._cache, self.adapters, self._loaded.device)
-            logits = self._forward(inputs)
-            return sample(logits, inputs.sampled) if inputs.sampled else []
+            with self._passed(inputs) as head:
+                drawn = sample(head(inputs.logit_rows), inputs.sampled) if inputs.sampled else []
+                return answers(batch.chunks, drawn, inputs.scored, self._scores(inputs, head))
 
     def logits(self, batch: StepBatch) -> Tensor:
         """[chunks that sample, vocab], float32, in the batch's order. For tests."""
         with torch.inference_mode():
             self._prepare_thread()
             self._prepare_blocks(batch)
-            return self._forward(build_inputs(batch, self._cache, self.adapters, self._loaded.device)).float()
+            inputs = build_inputs(batch, self._cache, self.adapters, self._loaded.device)
+            with self._passed(inputs) as head:
+                return head(inputs.logit_rows).float()
 
     def adapter_bytes(self, adapter: HostAdapter) -> int:
         return adapter.size_bytes
@@ -109,20 +118,35 @@ class TorchModelRunner:
             for weights in adapter.weights():
                 weights.fill_(math.nan)
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
+    @contextmanager
+    def _passed(self, inputs: StepInputs) -> Iterator[_Head]:
+        """What gives rows their logits."""
         loaded = self._loaded
         loaded.switch.batch = self._planner.plan(inputs.segments, inputs.num_rows, loaded.device)
         try:
             if self._decoder is not None:
-                return self._decoder.forward(inputs.token_ids, inputs.positions, inputs.attention, inputs.logit_rows)
-            return self._forward_by_transformers(inputs)
+                residual = self._decoder.layers(inputs.token_ids, inputs.positions, inputs.attention)
+                yield partial(self._decoder.head, residual)
+            else:
+                yield self._passed_by_transformers(inputs)
         finally:
             loaded.switch.batch = None
 
-    def _forward_by_transformers(self, inputs: StepInputs) -> Tensor:
+    def _scores(self, inputs: StepInputs, head: _Head) -> Sequence[Tensor]:
+        scored = inputs.scored
+        if scored is None:
+            return ()
+        device = self._loaded.device
+        rows, targets = torch.tensor(scored.rows, device=device), torch.tensor(scored.targets, device=device)
+        return score(head, rows, targets, scored.top, _SCORED_ROWS)
+
+    def _passed_by_transformers(self, inputs: StepInputs) -> _Head:
         loaded = self._loaded
-        # Where no row samples, the head still runs for one row: models take "no rows" for "all rows".
-        keep = inputs.logit_rows if inputs.sampled else inputs.logit_rows.new_zeros(1)
+        keep = inputs.logit_rows
+        if inputs.scored is not None:
+            keep = torch.cat((keep, torch.tensor(inputs.scored.rows, device=loaded.device)))
+        # Where no row is wanted, the head still runs for one: models take "no rows" for "all rows".
+        keep = keep if len(keep) else keep.new_zeros(1)
         extra = {"logits_to_keep": keep} if loaded.keeps_logits else {}
         output = loaded.model(
             input_ids=inputs.token_ids[None],
@@ -133,8 +157,9 @@ class TorchModelRunner:
         )
         logits: Tensor = output.logits[0]
         if not loaded.keeps_logits:
-            logits = logits.index_select(0, inputs.logit_rows)
-        return logits
+            return partial(logits.index_select, 0)
+        places = keep.new_zeros(inputs.num_rows).index_copy_(0, keep, torch.arange(len(keep), device=loaded.device))
+        return lambda rows: logits.index_select(0, places[rows])
 
     def _prepare_thread(self) -> None:
         if self._thread_id != threading.get_ident():

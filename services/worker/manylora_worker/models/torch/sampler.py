@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from manylora_worker.kinds.api import ANY_TOKEN, Logprobs, Sampled, Sampling, SequenceChunk
+from manylora_worker.kinds.api import ANY_TOKEN, NOT_FINITE, Logprobs, Sampled, Sampling, SequenceChunk
 
 _MASK_64 = (1 << 64) - 1
 _FIRST_NUCLEUS_WIDTH = 256
@@ -35,7 +35,7 @@ def sample(logits: Tensor, chunks: Sequence[SequenceChunk]) -> list[Sampled]:
     return [
         Sampled(chunk.sequence_id, token_ids[i], logprobs.get(i))
         if sound[i]
-        else Sampled(chunk.sequence_id, 0, error="the model's logits for this token are not finite")
+        else Sampled(chunk.sequence_id, 0, error=NOT_FINITE)
         for i, chunk in enumerate(chunks)
     ]
 
@@ -60,6 +60,7 @@ def _penalized(raw: Tensor, chunks: Sequence[SequenceChunk]) -> Tensor:
         return raw
     scores = raw.clone()
     _apply_repetition_penalty(scores, chunks)
+    _keep_allowed(scores, chunks)
     rows: list[int] = []
     token_ids: list[int] = []
     additions: list[float] = []
@@ -83,6 +84,15 @@ def _penalized(raw: Tensor, chunks: Sequence[SequenceChunk]) -> Tensor:
         where = (torch.tensor(rows, device=raw.device), torch.tensor(token_ids, device=raw.device))
         scores.index_put_(where, torch.tensor(additions, device=raw.device), accumulate=True)
     return scores
+
+
+def _keep_allowed(scores: Tensor, chunks: Sequence[SequenceChunk]) -> None:
+    for row, chunk in zip(scores, chunks, strict=True):
+        if chunk.sampling.allowed_token_ids:
+            allowed = torch.tensor(chunk.sampling.allowed_token_ids, device=scores.device)
+            kept = row[allowed]
+            row.fill_(float("-inf"))
+            row[allowed] = kept
 
 
 def _apply_repetition_penalty(scores: Tensor, chunks: Sequence[SequenceChunk]) -> None:

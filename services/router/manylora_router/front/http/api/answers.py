@@ -18,7 +18,7 @@ from manylora_shared.transport.places import Places
 from manylora_router.front.generation import generate
 from manylora_router.front.http import errors
 from manylora_router.front.http.api.asked import Form
-from manylora_router.front.http.exchange import Exchange
+from manylora_router.front.http.exchange import Exchange, encoded
 from manylora_router.front.http.fields import Fields
 from manylora_router.front.intake import Intake
 from manylora_router.guard.admission import RequestInput
@@ -28,6 +28,7 @@ from manylora_router.text.service import TextService
 
 _MARK = "\0text"
 _QUEUED_FRAMES = 64
+_SCORES_AT_ONCE = 2048  # put into words in one turn of the event loop
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 _FINGERPRINT_CHARS = 10
 
@@ -72,20 +73,33 @@ class Choice:
         self.stop_reason = end.stop_string if end.stop_string is not None else own_token
 
 
+@dataclass
+class Opened:
+    """What is known of a prompt before its answer's first token."""
+
+    token_ids: Sequence[int] = ()
+    logprobs: list[common_pb2.PositionLogprobs] = field(default_factory=list)  # of those from the second on
+
+
 class Shape(Protocol):
     """One endpoint's answers."""
 
     id_prefix: str
     whole_name: str
     event_name: str
-    has_one_prompt: bool  # whose tokens are the document's, not each choice's
 
-    def choice(self, index: int, choice: Choice, prompt_token_ids: Sequence[int]) -> dict[str, Any]: ...
+    def offset(self, index: int) -> int:
+        """Characters of a choice before its output."""
+
+    def document(self, prompt: Opened) -> dict[str, Any]:
+        """What is told of the first prompt beside the choices."""
+
+    def choice(self, index: int, choice: Choice, prompt: Opened) -> dict[str, Any]: ...
 
     def piece(self, index: int, piece: Choice) -> dict[str, Any]:
         """A choice of one event."""
 
-    def opening(self, index: int, prompt_token_ids: Sequence[int]) -> Choice | dict[str, Any] | None:
+    def opening(self, index: int, prompt: Opened) -> dict[str, Any] | None:
         """What an event tells of a choice before its first text; None: nothing."""
 
 
@@ -132,32 +146,36 @@ class Answering:
             await (self._stream() if self._form.is_stream else self._collect())
 
     async def _collect(self) -> None:
-        choices = [Choice() for _ in range(self._n * len(self._requests))]
-        started: list[Started | None] = [None] * len(self._requests)
+        choices = [Choice(offset=self._shape.offset(i)) for i in range(self._n * len(self._requests))]
+        prompts = [Opened() for _ in self._requests]
+        headers: dict[str, str] = {}
         usage = _Usage()
         async with aclosing(self._frames()) as frames:
             async for number, frame in frames:
-                started[number] = frame.started or started[number]
-                if (delta := frame.delta) is not None:
+                if frame.started is not None:
+                    prompts[number].token_ids = frame.started.prompt_token_ids
+                    headers = headers if number else headers_of(frame.started)
+                prompts[number].logprobs += frame.prompt_logprobs
+                if (delta := frame.delta) is not None and self._form.has_output:
                     _extend(choices[number * self._n + delta.choice], delta)
                 if frame.finished is not None:
                     usage.add(frame.finished.usage)
                     for end in frame.finished.choices:
                         self._end(choices[number * self._n + end.choice], end)
-        document = {
-            **self._common,
-            "choices": [
-                self._shape.choice(index, choice, _prompt_of(started[index // self._n]))
-                for index, choice in enumerate(choices)
-            ],
-            "usage": usage.document(),
-            **self._prompt(started[0]),
-        }
-        await self._exchange.answer(document, headers=headers_of(started[0]))
+
+        def body() -> bytes:
+            told = [self._shape.choice(i, choice, prompts[i // self._n]) for i, choice in enumerate(choices)]
+            document = {**self._common, "choices": told, "usage": usage.document(), **self._shape.document(prompts[0])}
+            return encoded(document)
+
+        size = sum(len(prompt.logprobs) for prompt in prompts)
+        await self._exchange.answer_bytes(await self._made(body, size), "application/json", headers=headers)
 
     async def _stream(self) -> None:
         events = _Events(self._form, self._shape, self._common)
         usage = _Usage()
+        prompts: dict[int, Opened] = {}  # whose answers are not opened
+        is_scored = self._requests[0].sampling.prompt_logprobs is not None
         async with aclosing(self._frames()) as frames:
             async for number, frame in frames:
                 base = number * self._n
@@ -165,11 +183,16 @@ class Answering:
                 if (started := frame.started) is not None:
                     await self._exchange.begin_events(headers_of(started))
                     usage.prompt_tokens += len(started.prompt_token_ids)
-                    prompt = self._prompt(started)
-                    told += [events.opening(base + i, started.prompt_token_ids, usage, prompt) for i in range(self._n)]
+                    prompts[number] = Opened(started.prompt_token_ids)
+                if (prompt := prompts.get(number)) is not None:
+                    prompt.logprobs += frame.prompt_logprobs
+                    if not is_scored or frame.delta is not None or frame.finished is not None:
+                        del prompts[number]
+                        told.append(await self._openings(events, base, prompt, usage))
                 if (delta := frame.delta) is not None:
                     usage.completion_tokens += len(delta.token_ids)
-                    told.append(events.delta(base + delta.choice, delta, usage))
+                    if self._form.has_output:
+                        told.append(events.delta(base + delta.choice, delta, usage))
                 if frame.finished is not None and frame.finished.outcome == common_pb2.OUTCOME_COMPLETED:
                     usage.cached_tokens += frame.finished.usage.cached_prompt_tokens
                     told += self._ends(events, base, frame.finished, usage)
@@ -179,9 +202,20 @@ class Answering:
         await self._exchange.write(last + b"data: [DONE]\n\n")
         await self._exchange.end()
 
-    def _prompt(self, started: Started | None) -> dict[str, Any]:
-        is_told = self._shape.has_one_prompt and self._form.has_token_ids
-        return {"prompt_token_ids": list(_prompt_of(started))} if is_told else {}
+    async def _openings(self, events: _Events, base: int, prompt: Opened, usage: _Usage) -> bytes:
+        def made() -> bytes:
+            return b"".join(events.opening(base + i, prompt, usage) for i in range(self._n))
+
+        return await self._made(made, len(prompt.logprobs))
+
+    async def _made(self, make: Callable[[], bytes], num_scored: int) -> bytes:
+        """num_scored: of prompts, whose log-probabilities are told: many are put into words off the event loop."""
+        request = self._requests[0]
+        size = num_scored * (1 + (request.sampling.prompt_logprobs or 0)) * self._n
+        if size <= _SCORES_AT_ONCE:
+            return make()
+        async with self._door.intake.text_turn((self._exchange.tenant, request.qos_class), size):
+            return await asyncio.to_thread(make)
 
     def _ends(self, events: _Events, base: int, finished: Finished, usage: _Usage) -> list[bytes]:
         told = []
@@ -193,7 +227,9 @@ class Answering:
 
     def _end(self, choice: Choice, end: ChoiceEnd) -> None:
         choice.finish(end, self._requests[0].stop_token_ids)
-        if self._form.includes_stop and end.stop_string is not None:
+        if not self._form.has_output:
+            choice.finish_reason, choice.stop_reason = "length", None
+        elif self._form.includes_stop and end.stop_string is not None:
             choice.text += end.stop_string
 
     def _generate(self, request: RequestInput) -> AsyncGenerator[Frame]:
@@ -252,7 +288,7 @@ class _Events:
                 return b""
             before, after = self._around.get(index) or self._prepare(index)
             return before + encode_basestring_ascii(delta.text).encode() + after
-        offset = self._offsets.get(index, 0)
+        offset = self._offsets.get(index, self._shape.offset(index))
         self._offsets[index] = offset + len(delta.text)
         piece = Choice(delta.text, list(delta.token_ids), list(delta.logprobs), offset)
         return self.piece(index, piece, usage)
@@ -260,15 +296,11 @@ class _Events:
     def piece(self, index: int, piece: Choice, usage: _Usage) -> bytes:
         return self._event([self._shape.piece(index, piece)], usage if self._form.has_usage_always else None)
 
-    def opening(
-        self, index: int, prompt_token_ids: Sequence[int], usage: _Usage, more: Mapping[str, Any] = NOTHING
-    ) -> bytes:
-        opening = self._shape.opening(index, prompt_token_ids)
+    def opening(self, index: int, prompt: Opened, usage: _Usage) -> bytes:
+        opening = self._shape.opening(index, prompt)
         if opening is None:
             return b""
-        if isinstance(opening, Choice):
-            self._offsets[index] = len(opening.text)
-            opening = self._shape.piece(index, opening)
+        more = self._shape.document(prompt)
         return self._event([opening], usage if self._form.has_usage_always else None, more)
 
     def usage(self, usage: _Usage) -> bytes:
@@ -294,14 +326,8 @@ def _extend(choice: Choice, delta: Delta) -> None:
     choice.logprobs += delta.logprobs
 
 
-def _prompt_of(started: Started | None) -> Sequence[int]:
-    return started.prompt_token_ids if started is not None else ()
-
-
-def headers_of(started: Started | None) -> dict[str, str]:
+def headers_of(started: Started) -> dict[str, str]:
     told: dict[str, str] = {}
-    if started is None:
-        return told
     if started.adapter_version:
         told["x-adapter-version"] = started.adapter_version
     if (degraded := started.degraded) is not None:

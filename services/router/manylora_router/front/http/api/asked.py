@@ -50,18 +50,16 @@ _NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "store": (False,),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
-    "prompt_logprobs": (),
     "logprob_token_ids": ([],),
     "truncate_prompt_tokens": (-1,),
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
-    "allowed_token_ids": ([],),
     "cache_salt": (),
     "return_token_offsets": (False,),
     "thinking_token_budget": (),
     "reasoning_effort": ("none",),
 }
-_LOGPROBS_NAME = "top_logprobs"
+_COUNTS = ("top_logprobs", "prompt_logprobs")  # that endpoints name in their own ways
 
 
 @dataclass(frozen=True)
@@ -88,6 +86,8 @@ class Form:
     has_token_ids: bool = False
     has_logprobs: bool = False
     top_logprobs: int = 0
+    prompt_logprobs: int | None = None  # where they are told by themselves
+    has_output: bool = True  # False: the answer is the prompt alone
     are_tokens_ids: bool = False  # a token is told as `token_id:7`
     includes_stop: bool = False
     names: Mapping[str, str] = field(default_factory=dict)  # what this caller calls a field of the router's
@@ -139,6 +139,13 @@ def read(
         fields.only(name, *neutral)
     fields.ignore(*HARMLESS)
     return request, form
+
+
+def read_prompt_logprobs(fields: Fields, form: Form) -> int | None:
+    count = read_logprobs_count(fields, "prompt_logprobs")
+    if count is not None and form.is_stream:
+        fields.wrong("prompt_logprobs", "are told in whole answers: leave out stream")
+    return count
 
 
 def read_logprobs_count(fields: Fields, name: str) -> int | None:
@@ -198,9 +205,9 @@ def _priority(fields: Fields, named: str) -> str:
 
 
 def _sampling(fields: Fields, top_logprobs: int | None) -> Sampling:
-    given: dict[str, Any] = {_LOGPROBS_NAME: top_logprobs}
+    given: dict[str, Any] = {"top_logprobs": top_logprobs}
     for row in PARAMETERS:
-        if row.name != _LOGPROBS_NAME and (value := _value(fields, row)) is not None:
+        if row.name not in _COUNTS and (value := _value(fields, row)) is not None:
             given[row.name] = value
     return Sampling(**given)
 
@@ -217,6 +224,8 @@ def _value(fields: Fields, row: Parameter) -> Any:
             return None if top_k is None else max(0, top_k)  # -1 is vLLM's word for all
         case Kind.COUNT:
             return fields.integer(row.name)
+        case Kind.TOKENS:
+            return fields.token_ids(row.name, most=row.max_entries)
         case Kind.BIASES:
             return fields.biases(row.name, most=row.max_entries)
         case Kind.WORDS:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from manylora_router.front.http.api import asked
-from manylora_router.front.http.api.answers import Answering, Choice, Door
+from manylora_router.front.http.api.answers import Answering, Choice, Door, Opened
 from manylora_router.front.http.api.asked import Form
 from manylora_router.front.http.api.logprobs import Logprobs
 from manylora_router.front.http.api.prompts import chat_prompt
@@ -48,13 +47,15 @@ def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[RequestInput,
         max_tokens=max_tokens if max_tokens is not None else older,
         top_logprobs=_top_logprobs(fields),
     )
+    form = replace(form, prompt_logprobs=asked.read_prompt_logprobs(fields, form))
     prompt = chat_prompt(fields)
     for name, neutral in _NEUTRAL_TOOLS:
         fields.only(name, *neutral)
     fields.close()
     exchange.names = {**form.names, **({"max_tokens": "max_completion_tokens"} if max_tokens is not None else {})}
     fields.check()
-    return replace(request, prompt=prompt, request_id=exchange.request_id), form
+    sampling = replace(request.sampling, prompt_logprobs=form.prompt_logprobs)
+    return replace(request, prompt=prompt, sampling=sampling, request_id=exchange.request_id), form
 
 
 def _top_logprobs(fields: Fields) -> int | None:
@@ -68,13 +69,21 @@ class ChatShape:
     id_prefix = "chatcmpl-"
     whole_name = "chat.completion"
     event_name = "chat.completion.chunk"
-    has_one_prompt = True
 
     def __init__(self, form: Form, logprobs: Logprobs) -> None:
         self._form = form
         self._logprobs = logprobs
 
-    def choice(self, index: int, choice: Choice, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
+    def offset(self, index: int) -> int:
+        return 0
+
+    def document(self, prompt: Opened) -> dict[str, Any]:
+        told: dict[str, Any] = {"prompt_token_ids": list(prompt.token_ids)} if self._form.has_token_ids else {}
+        if self._form.prompt_logprobs is not None:
+            told["prompt_logprobs"] = self._logprobs.of_prompt(prompt)
+        return told
+
+    def choice(self, index: int, choice: Choice, prompt: Opened) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None, "annotations": []}
         return {"index": index, "message": message, **self._more(choice)}
 
@@ -82,7 +91,7 @@ class ChatShape:
         is_end = piece.finish_reason is not None and not piece.text
         return {"index": index, "delta": {} if is_end else {"content": piece.text}, **self._more(piece)}
 
-    def opening(self, index: int, prompt_token_ids: Sequence[int]) -> Choice | dict[str, Any] | None:
+    def opening(self, index: int, prompt: Opened) -> dict[str, Any] | None:
         return {**self.piece(index, Choice()), "delta": {"role": "assistant", "content": ""}}
 
     def _more(self, piece: Choice) -> dict[str, Any]:

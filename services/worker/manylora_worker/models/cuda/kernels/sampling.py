@@ -148,7 +148,10 @@ class DeviceSampler:
         """For a sequence that begins or resumes on this device; `sample` keeps it from then on."""
         counts, bias = self._counts[slot], self._bias[slot]
         counts.zero_()
-        bias.zero_()
+        allowed = sampling.allowed_token_ids
+        bias.fill_(float("-inf") if allowed else 0.0)
+        if allowed:
+            bias.index_fill_(0, self._to_device(torch.tensor(allowed, dtype=torch.int64)), 0.0)
         output = self._to_device(torch.tensor(list(output_token_ids), dtype=torch.int64))
         counts.index_put_((output,), torch.full_like(output, 2, dtype=torch.int32), accumulate=True)
         prompt = self._to_device(torch.tensor(sorted(set(prompt_token_ids)), dtype=torch.int64))
@@ -156,7 +159,7 @@ class DeviceSampler:
         if sampling.logit_bias:
             ids = self._to_device(torch.tensor(list(sampling.logit_bias), dtype=torch.int64))
             values = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32)
-            bias.index_copy_(0, ids, self._to_device(values))
+            bias.index_add_(0, ids, self._to_device(values))
 
     def sample(self, logits: Tensor, plan: SamplingPlan, bars: DeviceBars | None = None) -> SampledRows:
         """logits: [rows, vocab], contiguous, not changed. `plan` covers the rows' own."""
