@@ -1,7 +1,7 @@
 """The coordination store over a real etcd, by its v3 gRPC API. Owns one channel an endpoint and the choice of one.
 
-A broken watch goes on, at any endpoint, behind the last revision that was handed out; where that is compacted, or the
-store has gone back behind it, it hands out a reset.
+A broken watch goes on, at any endpoint, behind the last event that was handed out; where that event is compacted, or
+the store does not have it (its history is another one, or it lost what it had acknowledged), it hands out a reset.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _WATCH = _bidi("Watch/Watch", pb.WatchRequest, pb.WatchResponse)
 
 
 class _HistoryLost(Exception):
-    """The revision to watch from is compacted, or the store is behind it."""
+    """The revision to watch from is compacted, or the store does not have what it sent before."""
 
 
 class EtcdStore:
@@ -160,17 +160,18 @@ class EtcdStore:
 
     async def watch(self, prefix: str, *, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
         next_revision = start_revision
+        last: WatchEvent | None = None  # of those handed out
         history_lost = False
         while not self._closed:
             try:
                 if history_lost:
                     listing = await self.list(prefix)
                     events = tuple(WatchEvent(EventKind.PUT, kv) for kv in listing.kvs)
-                    next_revision, history_lost = listing.revision + 1, False
+                    next_revision, last, history_lost = listing.revision + 1, None, False
                     yield WatchBatch(listing.revision, events, reset=True)
-                async with contextlib.aclosing(self._watch_once(prefix, next_revision)) as batches:
+                async with contextlib.aclosing(self._watch_once(prefix, next_revision, last)) as batches:
                     async for batch in batches:
-                        next_revision = batch.revision + 1
+                        next_revision, last = batch.revision + 1, batch.events[-1]
                         yield batch
             except _HistoryLost:
                 history_lost = True
@@ -181,11 +182,14 @@ class EtcdStore:
         self._closed = True
         await asyncio.gather(*(channel.close() for channel in self._channels))
 
-    async def _watch_once(self, prefix: str, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
-        """One stream, until it breaks. Raises StoreUnavailable, _HistoryLost."""
-        # Asks for one revision more than is wanted: some versions of etcd drop the deletions of the compacted revision
-        # itself, and asking earlier makes that a compaction error. A member that is cut off from its quorum ends a
-        # stream with `hasleader`.
+    async def _watch_once(
+        self, prefix: str, start_revision: int, last: WatchEvent | None
+    ) -> AsyncGenerator[WatchBatch, None]:
+        """One stream, until it breaks. `last`: the event before. Raises StoreUnavailable, _HistoryLost."""
+        # Asks for one revision more than is wanted. Some versions of etcd drop the deletions of the compacted revision
+        # itself, and asking earlier makes that a compaction error. And `last` must come again: revisions alone do not
+        # tell that the store lost some and gave their numbers to others. A member that is cut off from its quorum ends
+        # a stream with `hasleader`.
         async with self._bounded():
             channel = await self._channel()
         stream = channel.stream(_WATCH, metadata={"hasleader": "true"})
@@ -201,7 +205,12 @@ class EtcdStore:
                     raise _HistoryLost
                 if response.canceled:
                     raise StoreUnavailable(f"etcd cancelled the watch: {response.cancel_reason}")
-                events = tuple(_watch_event(e) for e in response.events if e.kv.mod_revision >= start_revision)
+                received = [_watch_event(e) for e in response.events]
+                if last is not None and received:
+                    if last not in received:
+                        raise _HistoryLost
+                    last = None
+                events = tuple(event for event in received if event.kv.mod_revision >= start_revision)
                 if events:
                     yield WatchBatch(events[-1].kv.mod_revision, events)
                 response = await stream.read()
