@@ -309,6 +309,41 @@ def generate(
     )
 
 
+@app.command()
+@with_sampling_options
+def chat(
+    tenant: Annotated[str, typer.Option(help="The tenant; a key that is bound to one needs no other.")] = "",
+    adapter: Annotated[str, typer.Option(help="The adapter's name; without one the base model answers.")] = "",
+    qos_class: Annotated[
+        ServiceClass | None, typer.Option("--class", help="Service class; default: the router's.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="The system's message.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=0, max=MAX_TOKEN_ID, help="0: the router's default.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")] = None,
+    template_kwarg: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=JSON", help="A variable of the chat template; may be repeated."),
+    ] = None,
+    *,
+    sampling: Sampling,
+    server: Server = DEFAULT_SERVER,
+    key: Key = None,
+) -> None:
+    """Talk with the model or an adapter, turn by turn; lines come from stdin, answers stream to stdout."""
+    from manylora.cli import chat, generation
+
+    chat.chat(
+        connect(server, key),
+        chat.Talk(system, adapter),
+        tenant=tenant,
+        qos_class=qos_class.value if qos_class else "",
+        max_tokens=max_tokens,
+        sampling=sampling,
+        stop=stop or [],
+        chat_template_kwargs=generation.template_kwargs(template_kwarg or []),
+    )
+
+
 @tenant_app.command("apply")
 def tenant_apply(
     file: Annotated[Path, typer.Argument(help="YAML, one policy a document; `-` reads stdin.", allow_dash=True)],

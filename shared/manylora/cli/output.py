@@ -8,16 +8,18 @@ import asyncio
 import dataclasses
 import json
 import sys
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from manylora.client import Client, RequestFailed
+    from manylora.client import Client, RequestFailed, SyncClient
+
+T = TypeVar("T")
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -76,8 +78,16 @@ class Target:
     def client(self, *, tenant: str = "") -> Client:
         from manylora.client import Client
 
+        return self._connected(Client, tenant)
+
+    def sync_client(self, *, tenant: str = "") -> SyncClient:
+        from manylora.client import SyncClient
+
+        return self._connected(SyncClient, tenant)
+
+    def _connected(self, kind: Callable[..., T], tenant: str) -> T:
         try:
-            return Client(self.server, key=self.key, tenant=tenant, tls_ca=self.tls_ca)
+            return kind(self.server, key=self.key, tenant=tenant, tls_ca=self.tls_ca)
         except OSError as error:
             raise usage_error(f"the key of the cluster at {self.server} cannot be read: {error}") from None
         except ValueError as error:

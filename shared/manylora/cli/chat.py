@@ -1,0 +1,119 @@
+"""`manylora chat`: a talk of many turns. A turn that fails is taken back; the talk goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import typer
+
+from manylora.cli.generation import NO_CHAT_TEMPLATE
+from manylora.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, Target, report, say, write
+from manylora.client import Delta, RequestFailed, Result, SyncClient
+
+HELP = """/new            forget the talk, but for the system's message
+/system TEXT    the system's message from here on, in a new talk; without TEXT none
+/adapter NAME   who answers from here on; without NAME the base model
+/exit           end, as the end of the input does
+Ctrl-C          stop an answer: what came of it stays in the talk"""
+
+
+@dataclass
+class Talk:
+    """What is sent with the next turn."""
+
+    system: str | None = None
+    adapter: str = ""
+    turns: list[dict[str, str]] = field(default_factory=list)
+
+    def messages(self) -> list[dict[str, str]]:
+        first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return first + self.turns
+
+    def command(self, line: str) -> bool:
+        """Whether the talk goes on."""
+        name, _, argument = line.partition(" ")
+        argument = argument.strip()
+        match name:
+            case "/exit":
+                return False
+            case "/new":
+                self.turns.clear()
+            case "/system":
+                self.system = argument or None
+                self.turns.clear()
+            case "/adapter":
+                self.adapter = argument
+            case "/help":
+                say(HELP)
+            case _:
+                say(f"there is no {name}\n{HELP}")
+        return True
+
+
+def chat(target: Target, talk: Talk, *, tenant: str, **options: Any) -> None:
+    """Lines of stdin, to its end. options: SyncClient.generate's. Exit code 1 where a turn failed."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - input() edits lines with it
+        say("/help tells the commands; Ctrl-D ends")
+    has_failed = False
+    with target.sync_client(tenant=tenant) as client:
+        for line in iter(_reader("> " if is_terminal else ""), None):
+            if line.startswith("/"):
+                if not talk.command(line):
+                    break
+            elif line.strip():
+                has_failed |= not _turn(client, talk, line, options)
+    if has_failed:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _reader(mark: str) -> Callable[[], str | None]:
+    def read() -> str | None:
+        try:
+            return input(mark)
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+
+    return read
+
+
+def _turn(client: SyncClient, talk: Talk, text: str, options: dict[str, Any]) -> bool:
+    """Whether it was answered."""
+    talk.turns.append({"role": "user", "content": text})
+    answer = ""
+    stream = client.generate(talk.messages(), adapter=talk.adapter, **options)
+    try:
+        for event in stream:
+            if isinstance(event, Delta):
+                answer += event.text
+                write(event.text)
+        _tell_end(stream.result())
+    except KeyboardInterrupt:
+        say("\n(stopped)")
+    except RequestFailed as error:
+        if answer:
+            write("\n")
+        report(error, as_json=False)
+        talk.turns.pop()
+        if error.reason == NO_CHAT_TEMPLATE:
+            say("`manylora generate` sends text as it is")
+            raise typer.Exit(EXIT_FAILED) from None
+        return False
+    talk.turns.append({"role": "assistant", "content": answer})
+    return True
+
+
+def _tell_end(result: Result) -> None:
+    write("\n")
+    if not result.text:
+        say("(the model ended at once)")
+    elif result.finish_reason == "length":
+        say(f"(cut at {result.usage.completion_tokens} tokens)")
