@@ -36,8 +36,7 @@ from manylora.client import Client
 from manylora.client.credentials import read_key
 from manylora.local.cluster import ClusterOptions, LocalCluster
 from manylora.v1 import common_pb2, inference_pb2, worker_pb2
-from manylora_shared.coordination.etcd import EtcdStore
-from manylora_shared.coordination.peers import PeerSecret, PeerTransport
+from manylora_shared.coordination.peers import PeerSecret, PeerTransport, read_secret
 from manylora_shared.tenancy.identity import bearer
 from manylora_shared.transport.base import Channel, methods_of
 from manylora_shared.transport.grpc_transport import GrpcTransport
@@ -187,7 +186,8 @@ async def added_ttft(streams: int, seconds: float, step_ms: float, rounds: int =
         status = await client.status()
         transport = GrpcTransport()
         router = transport.connect(running.router)
-        worker = PeerTransport(transport, await _peer_secret(running)).connect(status.workers[0].address)
+        secret = PeerSecret(read_secret(running.peer_secret_file))
+        worker = PeerTransport(transport, secret).connect(status.workers[0].address)
         paths = [
             (direct, to_worker(worker, max_tokens, status.scheduler.epoch)),
             (routed, through_router(router, read_key(running.key_file), max_tokens)),
@@ -273,14 +273,6 @@ async def fronts(streams: int, seconds: float, step_ms: float, rounds: int = 2) 
             ttft_ms_p50=p50,
             ttft_ms_p99=p99,
         )
-
-
-async def _peer_secret(running: LocalCluster) -> PeerSecret:
-    """What the workers ask of their callers."""
-    store, secret = EtcdStore([running.etcd_address]), PeerSecret()
-    await secret.load(store, random.SystemRandom().getrandbits)
-    await store.close()
-    return secret
 
 
 def emit(**values: object) -> None:

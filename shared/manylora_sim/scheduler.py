@@ -28,6 +28,7 @@ async def build(config: ComparedSchedulerConfig, parts: Parts) -> App:
         store=parts.store,
         telemetry=parts.telemetry,
         rng=parts.rng,
+        peer_secret=parts.peer_secret,
         order=config.order,
         overload=config.overload,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +16,7 @@ from manylora.client import Client, Result, Sampling
 from manylora.client.credentials import read_key
 from manylora.demo import adapter_folder, skills
 from manylora.v1 import admin_pb2, inference_pb2, scheduler_pb2, worker_pb2
-from manylora_shared.coordination.etcd import EtcdStore
-from manylora_shared.coordination.peers import PeerSecret
+from manylora_shared.coordination.peers import PeerSecret, read_secret
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.tenancy.identity import bearer
 from manylora_shared.transport.base import Method, methods_of
@@ -319,9 +317,7 @@ async def test_garbage_bytes_on_every_rpc(whole: UpCluster) -> None:
         status["scheduler"]["address"]: (scheduler_pb2,),
         status["workers"][0]["address"]: (worker_pb2,),
     }
-    store, secret = EtcdStore([whole.ready["etcd"]]), PeerSecret()
-    await secret.load(store, random.getrandbits)
-    await store.close()
+    secret = PeerSecret(read_secret(Path(whole.ready["data"]) / "peer.secret"))
     shown = {**bearer(read_key(Path(whole.ready["key_file"]))), **secret.metadata()}
     tried = 0
     for address, modules in servers.items():

@@ -9,13 +9,12 @@ import json
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from manylora.client import Client, RequestFailed, Sampling
 from manylora.v1 import admin_pb2, inference_pb2, worker_pb2
-from manylora_shared.coordination import keys
 from manylora_shared.coordination.etcd import EtcdStore
+from manylora_shared.coordination.peers import read_secret
 from manylora_shared.errors import RpcError
 from manylora_shared.metadata import PEER_KEY
 from manylora_shared.transport.base import methods_of
@@ -154,12 +153,11 @@ def written(cluster: UpCluster) -> Iterator[Path]:
 
 async def test_what_is_planted_is_written_nowhere(whole: UpCluster, tmp_path: Path) -> None:
     planted = Planted()
+    planted.values["the peer secret"] = read_secret(Path(whole.ready["data"]) / "peer.secret")
     store = EtcdStore([str(whole.ready["etcd"])])
-    secret: Any = await store.get(keys.PEER_SECRET)
+    kept = await store.list("/")
     await store.close()
-    planted.values["the peer secret"] = (
-        json.loads(secret.value)["secret"] if secret.value[:1] == b"{" else (secret.value.decode())
-    )
+    assert not [kv.key for kv in kept.kvs if planted.values["the peer secret"].encode() in kv.value]
     await by_grpc(whole, planted)
     await by_client(whole, planted, tmp_path)
     await asyncio.to_thread(by_http, whole, planted)

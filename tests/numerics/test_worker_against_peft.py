@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 from manylora.v1 import common_pb2, worker_pb2
-from manylora_shared.coordination.peers import PeerSecret, PeerTransport
+from manylora_shared.coordination.peers import PeerTransport
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.ids import AdapterUid, TenantId
 from manylora_shared.stores.adapter_files import CONFIG_NAME, WEIGHTS_NAME, adapter_uid, parse_config
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.grpc_transport import GrpcTransport
+from manylora_sim.peers import SIMULATED
 from manylora_sim.store import MemoryStoreServer
 from manylora_worker.app import WorkerApp
 from manylora_worker.config import WorkerConfig
@@ -94,12 +95,11 @@ async def test_worker_equals_peft(family: str, debug_fill_freed: bool, tmp_path:
         validate=validator,
         telemetry=Telemetry.disabled(),
         rng=rng,
+        peer_secret=SIMULATED,
         started_unix_s=0.0,
     )
     await app.start()
-    secret = PeerSecret()
-    await secret.load(coordination.client(), rng.getrandbits)
-    channel = PeerTransport(GrpcTransport(), secret).connect(app.address)
+    channel = PeerTransport(GrpcTransport(), SIMULATED).connect(app.address)
     greedy = common_pb2.SamplingParams(seed=1, temperature=0.0)
 
     def ask(i: int, name: str | None, prompt: list[int], **changes: object) -> worker_pb2.ExecuteRequest:

@@ -25,6 +25,7 @@ from manylora_sim.adapter_files import MemoryAdapterFiles
 from manylora_sim.clock import FakeClock
 from manylora_sim.fake_text import FakeText
 from manylora_sim.network import MemoryNetwork, MemoryTransport
+from manylora_sim.peers import SIMULATED
 from manylora_sim.store import MemoryStore, MemoryStoreServer
 
 GENERATE = methods_of(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"])["Generate"]
@@ -457,6 +458,7 @@ class RouterCluster:
             adapter_store=self.files,
             telemetry=self.telemetry,
             rng=random.Random(seed),
+            peer_secret=SIMULATED,
             clock=FakeClock(),
         )
         self.key_rng = random.Random(f"{seed}/keys")

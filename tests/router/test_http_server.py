@@ -13,6 +13,7 @@ from manylora_shared.telemetry import Telemetry
 from manylora_sim.adapter_files import MemoryAdapterFiles
 from manylora_sim.fake_text import FakeText
 from manylora_sim.network import MemoryNetwork
+from manylora_sim.peers import SIMULATED
 from manylora_sim.store import MemoryStoreServer
 
 
@@ -25,6 +26,7 @@ def router(listen: str) -> RouterApp:
         adapter_store=MemoryAdapterFiles(),
         telemetry=Telemetry.recording("router"),
         rng=random.Random(1),
+        peer_secret=SIMULATED,
     )
 
 

@@ -21,6 +21,7 @@ from manylora_shared.telemetry import Attribute, MetricName, Telemetry
 from manylora_sim.adapter_files import MemoryAdapterFiles
 from manylora_sim.clock import FakeClock
 from manylora_sim.fake_text import FakeText
+from manylora_sim.peers import SIMULATED
 from router_fakes import (
     ADMIN,
     GENERATE,
@@ -264,6 +265,7 @@ def test_levels_of_all_routers_add_up_and_a_tenant_sees_its_own() -> None:
             adapter_store=MemoryAdapterFiles(),
             telemetry=Telemetry.disabled(),
             rng=random.Random(1),
+            peer_secret=SIMULATED,
             clock=FakeClock(),
         )
         await second.start()

@@ -55,6 +55,7 @@ async def test_router_process(tmp_path: Path) -> None:
         f"--etcd={etcd.endpoint}",
         f"--adapter-store={tmp_path / 'adapters'}",
         "--router-id=router-7",
+        f"--peer-secret-file={tmp_path / 'keys' / 'peer.secret'}",
         f"--operator-key-file={key_file}",
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -13,13 +13,14 @@ from manylora.v1 import scheduler_pb2, status_pb2, worker_pb2
 from manylora_scheduler.app import SchedulerApp
 from manylora_scheduler.config import SchedulerConfig
 from manylora_shared.coordination import keys
-from manylora_shared.coordination.peers import PeerSecret, PeerTransport
+from manylora_shared.coordination.peers import PeerTransport
 from manylora_shared.coordination.records import WorkerRecord
 from manylora_shared.errors import Unready
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import Service, Stream, Transport, methods_of
 from manylora_sim.loop import run
 from manylora_sim.network import MemoryNetwork
+from manylora_sim.peers import SIMULATED
 from manylora_sim.store import MemoryStoreServer
 
 KV_BLOCK_BYTES = 4096
@@ -201,6 +202,7 @@ class Cluster:
             store=self.store_server.client(),
             telemetry=telemetry or Telemetry.disabled(),
             rng=self.rng,
+            peer_secret=SIMULATED,
         )
         await app.start()
         self.apps.append(app)
@@ -216,9 +218,7 @@ class Cluster:
 
     async def peer(self, name: str) -> Transport:
         """The network as one of the cluster's services has it."""
-        secret = PeerSecret()
-        await secret.load(self.store, self.rng.getrandbits)
-        return PeerTransport(self.network.transport(name), secret)
+        return PeerTransport(self.network.transport(name), SIMULATED)
 
     async def leader(self, *, other_than: SchedulerApp | None = None) -> SchedulerApp:
         async with asyncio.timeout(20):

@@ -12,7 +12,7 @@ from manylora_scheduler.app import SchedulerApp
 from manylora_scheduler.config import SchedulerConfig
 from manylora_scheduler.core.events import Tick
 from manylora_shared.coordination import keys
-from manylora_shared.coordination.peers import PeerSecret, PeerTransport
+from manylora_shared.coordination.peers import PeerTransport
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.ids import TenantId
 from manylora_shared.process import loop as service_loop
@@ -21,6 +21,7 @@ from manylora_shared.telemetry import Telemetry
 from manylora_shared.tenancy.policy import TenantPolicy
 from manylora_shared.transport.grpc_transport import GrpcTransport
 from manylora_sim.loop import run
+from manylora_sim.peers import SIMULATED
 from manylora_sim.store import MemoryStoreServer
 
 from tests.scheduler.scripted_cluster import METHODS, Cluster, ScriptedRouter, ScriptedWorker, play
@@ -245,6 +246,7 @@ def app_over_grpc(server: MemoryStoreServer, transport: GrpcTransport) -> Schedu
         store=server.client(),
         telemetry=Telemetry.disabled(),
         rng=random.Random(3),
+        peer_secret=SIMULATED,
     )
 
 
@@ -255,9 +257,7 @@ async def test_over_grpc() -> None:
     await app.start()
     worker = ScriptedWorker("w0", transport, slots=64)
     await worker.start(server.client())
-    secret = PeerSecret()
-    await secret.load(server.client(), app._rng.getrandbits)
-    channel = PeerTransport(transport, secret).connect(app.address)
+    channel = PeerTransport(transport, SIMULATED).connect(app.address)
     try:
         async with asyncio.timeout(10):
             assert app._election is not None

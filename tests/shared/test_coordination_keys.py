@@ -21,7 +21,7 @@ def test_a_tenant_whose_name_begins_with_anothers_is_not_listed_with_it() -> Non
 
 def test_no_prefix_lists_what_is_not_its_own() -> None:
     prefixes = [keys.WORKERS, keys.ROUTERS, keys.TENANTS, keys.ADAPTERS, keys.API_KEYS]
-    prefixes += [keys.SCHEDULER_LEADER, keys.SCHEDULER_CLOCK, keys.PEER_SECRET]
+    prefixes += [keys.SCHEDULER_LEADER, keys.SCHEDULER_CLOCK]
     assert all(prefix.startswith(keys.ROOT) for prefix in prefixes)
     assert [a for a in prefixes for b in prefixes if a is not b and a.startswith(b)] == []
     assert keys.scheduler_clock_part(1, 11) != keys.scheduler_clock_part(11, 1)

@@ -4,7 +4,6 @@ import asyncio
 import io
 import json
 import logging
-import random
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ from manylora_shared.telemetry import logs
 from manylora_shared.telemetry.logs import JsonFormatter, fields, hide, setup
 from manylora_shared.telemetry.redaction import REMOVED
 from manylora_shared.transport.grpc_transport import GrpcTransport
-from manylora_sim.store import MemoryStoreServer
 
 from tests.shared.transport_echo import echo_service
 
@@ -174,8 +172,7 @@ def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
 
 async def test_metadata_that_is_not_utf_8_shows_no_key_and_costs_little_log(stream: io.StringIO) -> None:
     """Through gRPC itself, whose own traceback has the headers in it."""
-    secret = PeerSecret()
-    await secret.load(MemoryStoreServer(random.Random(1)).client(), random.Random(1).getrandbits)
+    secret = PeerSecret("a-secret-of-services-0123456789abcdef")
     shown = secret.metadata()[PEER_KEY]
     server = await GrpcTransport().serve("127.0.0.1:0", [echo_service()])
     host, _, port = server.address.rpartition(":")

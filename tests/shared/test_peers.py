@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
-from manylora_shared.coordination import keys
 from manylora_shared.coordination.peers import PeerSecret
 from manylora_shared.errors import Unauthenticated
 from manylora_shared.metadata import PEER_KEY
-from manylora_sim.loop import run
-from manylora_sim.store import MemoryStoreServer
 
 
 class Shown:
@@ -27,36 +26,43 @@ def check(secret: PeerSecret, shown: Any) -> bool:
     return True
 
 
-def test_whoever_comes_first_makes_it_and_all_have_the_same() -> None:
-    async def main() -> None:
-        store = MemoryStoreServer(random.Random(1)).client()
-        first, second = PeerSecret(), PeerSecret()
-        await first.load(store, random.Random(1).getrandbits)
-        await second.load(store, random.Random(2).getrandbits)
-        stored = await store.get(keys.PEER_SECRET)
-        assert stored is not None
-        assert first.metadata() == second.metadata() == {PEER_KEY: stored.value.decode()}
-        assert len(stored.value) == 64
-        assert check(second, Shown(secret=stored.value.decode()))
-        assert not check(second, Shown(secret=stored.value.decode()[:-1]))
-        assert not check(second, Shown())
+def test_whoever_comes_first_makes_the_file_and_all_have_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "peer.secret"
+    found: list[PeerSecret] = []
 
-    run(main(), seed=1)
+    def read(seed: int) -> None:
+        found.append(PeerSecret.of_file(path, random.Random(seed).getrandbits))
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    text = path.read_text().strip()
+    assert len(text) == 64
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    assert [each.metadata() for each in found] == [{PEER_KEY: text}] * 8
+    assert check(found[0], Shown(secret=text))
+    for wrong in (Shown(secret=text[:-1]), Shown(secret=""), Shown()):
+        assert not check(found[0], wrong)
+    assert text not in repr(found[0])
 
 
-def test_before_it_is_loaded_it_refuses_everybody() -> None:
-    secret = PeerSecret()
-    for shown in (Shown(), Shown(secret="")):
-        with pytest.raises(Unauthenticated):
-            secret.check(shown)  # type: ignore[arg-type]
+@pytest.mark.parametrize("stored", [b"", b"short", b"\xff" * 64, b"two words " * 8, b"line\n" * 32])
+def test_what_is_no_secret_is_refused_by_its_file(stored: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "peer.secret"
+    path.write_bytes(stored)
+    path.chmod(0o600)
+    with pytest.raises(ValueError, match=r"peer\.secret: a secret of services has at least 32"):
+        PeerSecret.of_file(path, random.Random(1).getrandbits)
 
 
-@pytest.mark.parametrize("stored", [b"", b"\xff", b"two words", b"line\n"])
-def test_what_is_no_secret_is_refused_by_its_key(stored: bytes) -> None:
-    async def main() -> None:
-        store = MemoryStoreServer(random.Random(1)).client()
-        await store.put(keys.PEER_SECRET, stored)
-        with pytest.raises(ValueError, match=f"{keys.PEER_SECRET} in the store: is no secret"):
-            await PeerSecret().load(store, random.Random(1).getrandbits)
-
-    run(main(), seed=1)
+def test_a_file_that_everybody_may_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "peer.secret"
+    path.write_text("s" * 64)
+    path.chmod(0o644)
+    with pytest.raises(PermissionError, match="its mode must be 0600 or 0640"):
+        PeerSecret.of_file(path, random.Random(1).getrandbits)
+    path.chmod(0o640)
+    assert PeerSecret.of_file(path, random.Random(1).getrandbits).metadata() == {PEER_KEY: "s" * 64}

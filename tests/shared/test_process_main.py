@@ -7,7 +7,9 @@ import json
 import os
 import signal
 import socket
+import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from manylora_shared.process import main as service_main
@@ -60,8 +62,13 @@ async def run(app: FakeApp, etcd: str = "127.0.0.1:1") -> bool:
     async def build(parts: Parts) -> FakeApp:
         return app
 
-    async with asyncio.timeout(10):
-        return await serve("router", ServiceSettings(etcd=etcd), build)
+    with tempfile.TemporaryDirectory() as folder:
+        async with asyncio.timeout(10):
+            return await serve("router", settings(folder, etcd), build)
+
+
+def settings(folder: str, etcd: str = "127.0.0.1:1") -> ServiceSettings:
+    return ServiceSettings(etcd=etcd, peer_secret_file=f"{folder}/peer.secret")
 
 
 async def test_it_is_ready_serves_and_ends_when_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,12 +100,12 @@ async def test_a_bug_is_raised_after_the_end_in_order() -> None:
     assert app.events == ["start", "serving", "stop"]
 
 
-async def test_an_app_that_cannot_be_built() -> None:
+async def test_an_app_that_cannot_be_built(tmp_path: Path) -> None:
     async def build(parts: Parts) -> FakeApp:
         raise ValueError("no tokenizer")
 
     with pytest.raises(ValueError, match="no tokenizer"):
-        await serve("router", ServiceSettings(etcd="127.0.0.1:1"), build)
+        await serve("router", settings(str(tmp_path)), build)
 
 
 @pytest.mark.parametrize("is_open", [True, False])
@@ -117,3 +124,11 @@ async def test_an_etcd_that_does_not_answer_is_named_in_seconds(
         assert not running.done(), "it goes on trying"
         os.kill(os.getpid(), signal.SIGTERM)
         assert await running
+
+
+async def test_without_the_file_of_the_services_secret_nothing_starts() -> None:
+    async def build(parts: Parts) -> FakeApp:
+        raise AssertionError("it is not built")
+
+    with pytest.raises(ValueError, match="--peer-secret-file: must be set"):
+        await serve("router", ServiceSettings(etcd="127.0.0.1:1"), build)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from manylora.v1 import bundle_pb2
-from manylora_shared.coordination.peers import PeerSecret, PeerTransport, guarded
+from manylora_shared.coordination.peers import PeerTransport, guarded
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.metadata import PEER_KEY
 from manylora_shared.transport import bundle_server
@@ -21,7 +21,7 @@ from manylora_shared.transport.bundle_server import BundleServer, UnbundlingTran
 from manylora_shared.transport.grpc_transport import GrpcTransport
 from manylora_shared.transport.handling import MAX_MESSAGE_BYTES
 from manylora_sim.network import MemoryNetwork
-from manylora_sim.store import MemoryStoreServer
+from manylora_sim.peers import SIMULATED
 
 from tests.shared.transport_echo import DESCRIPTOR, METHODS, echo_service, text
 
@@ -311,8 +311,7 @@ async def test_a_stream_without_the_secret_ends_before_anything_of_it_is_read() 
         began.append(request.text)
         yield text(request.text)
 
-    secret = PeerSecret()
-    await secret.load(MemoryStoreServer(random.Random(1)).client(), random.Random(1).getrandbits)
+    secret = SIMULATED
     network = MemoryNetwork(random.Random(3))
     served = UnbundlingTransport(network.transport("server"))
     server = await served.serve("127.0.0.1:0", [guarded(echo_service(ServerStream=handler), secret)])

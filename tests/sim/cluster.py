@@ -31,6 +31,7 @@ from manylora_sim.fake_text import FakeText
 from manylora_sim.loop import SimLoop, SimNode, SimWallClock
 from manylora_sim.loop_runtime import LoopRuntime
 from manylora_sim.network import MemoryNetwork, MemoryTransport
+from manylora_sim.peers import SIMULATED
 from manylora_sim.store import MemoryStore, MemoryStoreServer
 from manylora_sim.worker import FakeWorkerConfig
 from manylora_worker.app import WorkerApp
@@ -391,6 +392,7 @@ class Cluster:
             adapter_store=self.files,
             telemetry=Telemetry.disabled(),
             rng=self._draw(),
+            peer_secret=SIMULATED,
             clock=self.clock,
         )
         self.meter.listen(app.scheduler)
@@ -406,6 +408,7 @@ class Cluster:
             store=process.store,
             telemetry=Telemetry.disabled(),
             rng=self._draw(),
+            peer_secret=SIMULATED,
             overload=self._overload,
         )
         await app.start()
@@ -438,6 +441,7 @@ class Cluster:
             validate=FakeValidator(),
             telemetry=Telemetry.disabled(),
             rng=self._draw(),
+            peer_secret=SIMULATED,
             started_unix_s=asyncio.get_running_loop().time(),
         )
         engine.fence.listen(app._servicer, engine.runtime.view)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import random
 import signal
 import socket
 import sys
@@ -19,15 +18,24 @@ from manylora.v1 import worker_pb2
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.binary import start_etcd
 from manylora_shared.coordination.etcd import EtcdStore
-from manylora_shared.coordination.peers import PeerSecret, PeerTransport
+from manylora_shared.coordination.peers import PeerTransport
 from manylora_shared.errors import Code
+from manylora_shared.metadata import PEER_KEY
 from manylora_shared.transport.base import Channel
 from manylora_shared.transport.grpc_transport import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, GrpcTransport
 from manylora_sim.fake_runner import reference_tokens
+from manylora_sim.peers import SIMULATED
 
 from tests.worker.worker_fakes import EXECUTE, collect, collect_rest, message, refused
 
 pytestmark = pytest.mark.e2e
+
+
+def secret_flag(folder: Path) -> str:
+    path = folder / "peer.secret"
+    path.write_text(SIMULATED.metadata()[PEER_KEY])
+    path.chmod(0o600)
+    return f"--peer-secret-file={path}"
 
 
 @contextlib.asynccontextmanager
@@ -49,15 +57,19 @@ async def test_a_fake_worker_serves_registers_and_ends_in_order(tmp_path: Path) 
     etcd = await start_etcd(tmp_path / "etcd", sync_to_disk=False)
     store = EtcdStore([etcd.endpoint])
     try:
-        flags = ("--fake-step-ms=1", f"--etcd={etcd.endpoint}", "--worker-id=w0", "--drain-s=0.2")
+        flags = (
+            "--fake-step-ms=1",
+            f"--etcd={etcd.endpoint}",
+            secret_flag(tmp_path),
+            "--worker-id=w0",
+            "--drain-s=0.2",
+        )
         async with fake_worker(*flags) as (process, ready):
             assert (ready["ready"], ready["service"], ready["id"]) == (True, "worker", "w0")
             record = await store.get(keys.worker("w0"))
             assert record is not None
             assert json.loads(record.value)["address"] == ready["address"]
-            secret = PeerSecret()
-            await secret.load(store, random.getrandbits)
-            channel = PeerTransport(GrpcTransport(), secret).connect(ready["address"])
+            channel = PeerTransport(GrpcTransport(), SIMULATED).connect(ready["address"])
             result = await collect(channel.stream(EXECUTE, message(max_tokens=50)))
             assert result.tokens[0] == reference_tokens((5, 6, 7), None, 3, 0, 50)
             endless = channel.stream(EXECUTE, message(max_tokens=30000))
@@ -80,8 +92,8 @@ async def test_what_cannot_run_ends_with_a_message(tmp_path: Path) -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         for module, flags, code, said in (
             ("manylora_worker", ["--model=m", "--no-such-flag"], 2, "--no-such-flag"),
-            ("manylora_sim.worker", [f"--listen={address}"], 1, address),
-            ("manylora_worker", [f"--model={tmp_path}"], 1, str(tmp_path)),
+            ("manylora_sim.worker", [f"--listen={address}", secret_flag(tmp_path)], 1, address),
+            ("manylora_worker", [f"--model={tmp_path}", secret_flag(tmp_path)], 1, str(tmp_path)),
         ):
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", module, *flags, stderr=asyncio.subprocess.PIPE
@@ -107,10 +119,8 @@ async def dialled(tmp_path: Path, *flags: str) -> AsyncIterator[tuple[asyncio.su
     etcd = await start_etcd(tmp_path / "etcd", sync_to_disk=False)
     store = EtcdStore([etcd.endpoint])
     try:
-        async with fake_worker(f"--etcd={etcd.endpoint}", *flags) as (process, ready):
-            secret = PeerSecret()
-            await secret.load(store, random.getrandbits)
-            channel = PeerTransport(GrpcTransport(), secret).connect(ready["address"])
+        async with fake_worker(f"--etcd={etcd.endpoint}", secret_flag(tmp_path), *flags) as (process, ready):
+            channel = PeerTransport(GrpcTransport(), SIMULATED).connect(ready["address"])
             yield process, channel
             await channel.close()
     finally:

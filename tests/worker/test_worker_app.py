@@ -27,7 +27,7 @@ from tests.worker.worker_fakes import (
 
 async def test_registration_and_stop() -> None:
     async with running_worker() as worker:
-        assert list(worker.store.keys) == [keys.PEER_SECRET, keys.worker("w")]
+        assert list(worker.store.keys) == [keys.worker("w")]
         stored = worker.store.get(keys.worker("w"))
         assert stored is not None
         record = json.loads(stored.value)
@@ -43,7 +43,7 @@ async def test_registration_and_stop() -> None:
         assert result.outcome == common_pb2.OUTCOME_WORKER_LOST
         assert result.message == "the worker is shutting down"
         await stopping
-        assert list(worker.store.keys) == [keys.PEER_SECRET]
+        assert list(worker.store.keys) == []
 
 
 async def collect_finished(stream: Stream) -> worker_pb2.ExecuteFinished:
@@ -63,7 +63,7 @@ async def test_a_failed_engine_unregisters_the_worker(monkeypatch: pytest.Monkey
         lost = await refused(collect(worker.execute(message())))
         assert (lost.code, lost.message) == (Code.UNAVAILABLE, "the engine has failed: RuntimeError: unforeseen")
         assert await asyncio.wait_for(worker.app.failed(), 2) == "RuntimeError: unforeseen"
-        await eventually(lambda: list(worker.store.keys) == [keys.PEER_SECRET])
+        await eventually(lambda: list(worker.store.keys) == [])
         assert (await refused(worker.execute(message()).read())).code is Code.UNAVAILABLE
 
 
@@ -89,7 +89,7 @@ def test_an_engine_that_stands_still_fails_the_worker_and_one_that_is_slow_does_
             assert "stood still" in await worker.app.failed()
             await scheduler.read_until(lambda report: report.draining)
             await asyncio.sleep(1)
-            assert list(worker.store.keys) == [keys.PEER_SECRET]
+            assert list(worker.store.keys) == []
             assert (await refused(worker.execute(message()).read())).code is Code.UNAVAILABLE
 
     simulation.run(main(), seed=1, limit_s=2000)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from manylora.v1 import common_pb2, status_pb2, worker_pb2
 from manylora_shared.coordination import keys
-from manylora_shared.coordination.peers import PeerSecret, PeerTransport
+from manylora_shared.coordination.peers import PeerTransport
 from manylora_shared.errors import RpcError
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
 from manylora_shared.telemetry import Telemetry
@@ -21,6 +21,7 @@ from manylora_shared.transport.base import Channel, Stream, Transport, methods_o
 from manylora_sim.fake_runner import FakeAdapterBackend, FakeRunner, FakeValidator
 from manylora_sim.loop_runtime import LoopRuntime
 from manylora_sim.network import MemoryNetwork
+from manylora_sim.peers import SIMULATED
 from manylora_sim.store import MemoryStoreServer
 from manylora_sim.worker import FakeWorkerConfig
 from manylora_worker.app import WorkerApp
@@ -165,12 +166,11 @@ async def running_worker(
         validate=validate or FakeValidator(),
         telemetry=telemetry or Telemetry.disabled(),
         rng=rng,
+        peer_secret=SIMULATED,
         started_unix_s=0.0,
     )
     await app.start()
-    secret = PeerSecret()
-    await secret.load(store.client(), rng.getrandbits)
-    transport = PeerTransport(transport, secret)
+    transport = PeerTransport(transport, SIMULATED)
     channel = transport.connect(app.address)
     try:
         yield Worker(app, engine, channel, transport, store)

@@ -54,6 +54,7 @@ async def build(config: RouterConfig, parts: Parts) -> RouterApp:
         adapter_store=LocalAdapterFiles(Path(config.adapter_store), max_weights_bytes=config.max_adapter_mb << 20),
         telemetry=parts.telemetry,
         rng=parts.rng,
+        peer_secret=parts.peer_secret,
         tls=parts.tls,
     )
 

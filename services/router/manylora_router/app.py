@@ -66,6 +66,7 @@ class RouterApp:
         adapter_store: AdapterFiles,
         telemetry: Telemetry,
         rng: random.Random,
+        peer_secret: PeerSecret,
         clock: WallClock | None = None,
         tls: Tls | None = None,
     ) -> None:
@@ -79,7 +80,7 @@ class RouterApp:
         self._rng = rng
         self._server: Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._peer_secret = PeerSecret()
+        self._peer_secret = peer_secret
         peers = PeerTransport(transport, self._peer_secret)
         self.channels = WorkerChannels(peers)
         self.directory = Directory(
@@ -191,7 +192,6 @@ class RouterApp:
 
     async def start(self) -> None:
         """Returns when this router serves. Waits for the store as long as it takes."""
-        await self._peer_secret.load(self._store, self._rng.getrandbits)
         if self.config.operator_key_file:
             await operator_key.ensure(
                 self._store,

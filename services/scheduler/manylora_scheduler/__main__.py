@@ -25,7 +25,14 @@ C = TypeVar("C", bound=SchedulerConfig)
 async def build(config: SchedulerConfig, parts: Parts) -> App:
     from manylora_scheduler.app import SchedulerApp  # once it is known whether it is to find compiled modules
 
-    return SchedulerApp(config, transport=parts.transport, store=parts.store, telemetry=parts.telemetry, rng=parts.rng)
+    return SchedulerApp(
+        config,
+        transport=parts.transport,
+        store=parts.store,
+        telemetry=parts.telemetry,
+        rng=parts.rng,
+        peer_secret=parts.peer_secret,
+    )
 
 
 def main() -> None:

@@ -45,6 +45,7 @@ class SchedulerApp:
         store: Store,
         telemetry: Telemetry,
         rng: random.Random,
+        peer_secret: PeerSecret,
         order: Order = "fair",
         overload: bool = True,
     ) -> None:
@@ -57,7 +58,7 @@ class SchedulerApp:
         self._rng = rng
         self._order = order
         self._overload = overload
-        self._peer_secret = PeerSecret()
+        self._peer_secret = peer_secret
         self._space = SpaceWatch(store, telemetry, quota_bytes=config.etcd_quota_mb << 20)
         self._servicer = SchedulerServicer(telemetry, self._space)
         self._workers = Mirror(store, keys.WORKERS, parse=WorkerRecord.stored, on_change=self._worker_changed)
@@ -101,7 +102,6 @@ class SchedulerApp:
 
     async def start(self) -> None:
         """Returns when this scheduler serves, leading or not. Waits for the store as long as it takes."""
-        await self._peer_secret.load(self._store, self._rng.getrandbits)
         self._workers.start()
         self._tenants.start()
         await self._workers.ready()

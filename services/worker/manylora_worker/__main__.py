@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import random
 import signal
 import sys
 from collections.abc import Callable
@@ -37,6 +38,7 @@ async def build(config: WorkerConfig, runtime: Runtime, validator: AdapterValida
         validate=validator,
         telemetry=parts.telemetry,
         rng=parts.rng,
+        peer_secret=parts.peer_secret,
         started_unix_s=SystemClock().now_unix_s(),
     )
 
@@ -57,6 +59,7 @@ def run(kind: type[C], build_engine: EngineBuilder[C]) -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))  # while the model is loaded there is nothing to end in order
     try:
+        config.peer_secret(random.SystemRandom().getrandbits)
         service_loop.run(look_for_etcd(config))  # before the model is loaded, which takes minutes
         runtime, validator = host(config, build_engine)
         build_app = functools.partial(build, config, runtime, validator)

@@ -41,6 +41,7 @@ class WorkerApp:
         validate: AdapterValidator,
         telemetry: Telemetry,
         rng: random.Random,
+        peer_secret: PeerSecret,
         started_unix_s: float,
     ) -> None:
         self.worker_id = config.worker_id or f"worker-{rng.getrandbits(40):010x}"
@@ -49,7 +50,7 @@ class WorkerApp:
         self._transport = transport
         self._store = store
         self._rng = rng
-        self._peer_secret = PeerSecret()
+        self._peer_secret = peer_secret
         self._runtime = runtime
         self._servicer = WorkerServicer(
             runtime,
@@ -89,7 +90,6 @@ class WorkerApp:
         self._watching = asyncio.create_task(self._watch_engine(), name="engine watch")
         services = [guarded(self._servicer.service(), self._peer_secret)]
         self._server = await self._transport.serve(self._config.listen, services)
-        await self._peer_secret.load(self._store, self._rng.getrandbits)
         await self._tenants.start()
         self._registration = Registration(self._store, self._record(), lease_ttl_s=self._config.lease_ttl_s)
         await self._registration.start()

@@ -1,7 +1,8 @@
 """A whole cluster on this machine: etcd, scheduler, routers and workers as supervised child processes, on loopback.
 
 Owns them and the data folder: etcd/, adapters/, logs/, operator.key (which clients of the same user find by the
-router's address) and lock. What dies is started again with its id, data and address. Children end with their parent.
+router's address), peer.secret and lock. What dies is started again with its id, data and address. Children end with
+their parent.
 """
 
 from __future__ import annotations
@@ -117,6 +118,10 @@ class LocalCluster:
     @property
     def key_file(self) -> Path:
         return self._data / "operator.key"
+
+    @property
+    def peer_secret_file(self) -> Path:
+        return self._data / "peer.secret"
 
     @property
     def tls_folder(self) -> Path:
@@ -356,7 +361,12 @@ class LocalCluster:
         ]
 
     def _common(self, listen: str) -> list[str]:
-        return [f"--listen={listen}", f"--etcd={self._etcd}", *self._tls_flags()]
+        return [
+            f"--listen={listen}",
+            f"--etcd={self._etcd}",
+            f"--peer-secret-file={self.peer_secret_file}",
+            *self._tls_flags(),
+        ]
 
     def _tls_flags(self) -> list[str]:
         if not self.options.tls:

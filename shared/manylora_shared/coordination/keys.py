@@ -8,7 +8,6 @@
 # /manylora/tenants/<tenant_id>              TenantPolicy as YAML text
 # /manylora/adapters/<tenant_id>/<name>      AdapterRecord
 # /manylora/keys/<key_id>                    KeyRecord: an API key's hash, never the key
-# /manylora/cluster/peer_secret              what services show one another (peers.py), as text
 
 from __future__ import annotations
 
@@ -20,7 +19,6 @@ SCHEDULER_CLOCK = ROOT + "scheduler/clock"
 TENANTS = ROOT + "tenants/"
 ADAPTERS = ROOT + "adapters/"
 API_KEYS = ROOT + "keys/"
-PEER_SECRET = ROOT + "cluster/peer_secret"
 
 
 def worker(worker_id: str) -> str:

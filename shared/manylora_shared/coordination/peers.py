@@ -1,47 +1,50 @@
-"""The secret by which services know one another: made by the first one, kept in the coordination store.
+"""The secret by which services know one another. It stands in a file that all of them have, and nowhere else.
 
 Calls show it in their metadata; one without it ends with UNAUTHENTICATED before anything of it is read.
 """
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import hmac
+import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 from google.protobuf.message import Message
 
-from manylora_shared.coordination import keys
-from manylora_shared.coordination.base import Compare, Put, Store, StoreUnavailable
 from manylora_shared.errors import Unauthenticated
 from manylora_shared.metadata import PEER_KEY
 from manylora_shared.telemetry.logs import hide
 from manylora_shared.transport.base import Channel, Method, Server, ServerCall, Service, Stream, Transport, methods_of
 
-_RETRY_S = 0.2
+MIN_CHARS = 32
+_MAX_BYTES = 4096
 
 
 class PeerSecret:
-    """Empty until `load`; till then it refuses everybody."""
+    def __init__(self, value: str) -> None:
+        """Raises ValueError where it is none."""
+        if len(value) < MIN_CHARS or not all("!" <= char <= "~" for char in value):
+            raise ValueError(
+                f"a secret of services has at least {MIN_CHARS} printable characters of ASCII, without spaces"
+            )
+        self._value = value
+        hide(value)
 
-    def __init__(self) -> None:
-        self._value = ""
+    def __repr__(self) -> str:
+        return "PeerSecret()"
 
-    async def load(self, store: Store, getrandbits: Callable[[int], int]) -> None:
-        """Waits for the store as long as it takes. Raises ValueError where what stands there is no secret."""
-        while not self._value:
-            try:
-                found = await store.get(keys.PEER_SECRET)
-                if found is not None:
-                    self._value = _read(found.value)
-                    hide(self._value)
-                else:
-                    made = f"{getrandbits(256):064x}".encode()
-                    await store.txn([Compare(keys.PEER_SECRET, 0)], [Put(keys.PEER_SECRET, made)])
-            except StoreUnavailable:
-                await asyncio.sleep(_RETRY_S)
+    @classmethod
+    def of_file(cls, path: Path, getrandbits: Callable[[int], int]) -> Self:
+        """Makes the file where there is none. Raises OSError, or ValueError where it holds no secret."""
+        if not path.exists():
+            _make(path, f"{getrandbits(256):064x}\n")
+        try:
+            return cls(read_secret(path))
+        except ValueError as e:
+            raise ValueError(f"{path}: {e}") from None
 
     def metadata(self) -> dict[str, str]:
         return {PEER_KEY: self._value}
@@ -49,14 +52,33 @@ class PeerSecret:
     def check(self, call: ServerCall) -> None:
         """Raises Unauthenticated."""
         shown = call.metadata.get(PEER_KEY, "")
-        if not self._value or not hmac.compare_digest(shown.encode(), self._value.encode()):
-            raise Unauthenticated("only services of this cluster may call this")
+        if not hmac.compare_digest(shown.encode(), self._value.encode()):
+            raise Unauthenticated("only services of this cluster may call this; all have one --peer-secret-file")
 
 
-def _read(value: bytes) -> str:
-    if not value or not all(0x21 <= byte <= 0x7E for byte in value):
-        raise ValueError(f"{keys.PEER_SECRET} in the store: is no secret; delete it, and start all services again")
-    return value.decode()
+def read_secret(path: Path) -> str:
+    """A file's one line. Raises OSError where it cannot be read, or where anybody on the machine may."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        if os.fstat(file.fileno()).st_mode & 0o007:
+            raise PermissionError(f"{path}: everybody on this machine may read it; its mode must be 0600 or 0640")
+        return file.read(_MAX_BYTES).strip()
+
+
+def _make(path: Path, text: str) -> None:
+    """Whole or not at all; of several that make it at the same time, one does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.unlink(missing_ok=True)
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        pass  # another service was first
+    finally:
+        draft.unlink()
 
 
 def guarded(service: Service, secret: PeerSecret) -> Service:

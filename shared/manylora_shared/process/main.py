@@ -16,6 +16,7 @@ import manylora_shared.transport.grpc_polling  # noqa: F401  before anything imp
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Store, StoreUnavailable
 from manylora_shared.coordination.etcd import EtcdStore
+from manylora_shared.coordination.peers import PeerSecret
 from manylora_shared.process.heap import freeze_started
 from manylora_shared.process.last_resort import LastResort
 from manylora_shared.process.settings import ServiceSettings
@@ -60,6 +61,7 @@ class Parts:
     telemetry: Telemetry
     rng: random.Random
     tls: Tls | None
+    peer_secret: PeerSecret
 
 
 async def look_for_etcd(settings: ServiceSettings) -> None:
@@ -91,6 +93,8 @@ async def serve(
     """
     if last_resort is not None:
         last_resort.start()
+    rng = random.SystemRandom()
+    peer_secret = settings.peer_secret(rng.getrandbits)
     files = settings.tls_files
     tls = Tls(files, asks_clients=asks_clients and files.ca is not None) if files is not None else None
     loop = asyncio.get_running_loop()
@@ -114,9 +118,8 @@ async def serve(
         if tls is not None:
             renewing = asyncio.create_task(_renew(tls), name="certificates")
             ending.callback(renewing.cancel)
-        app = await build(
-            Parts(GrpcTransport(acceptors=acceptors, tls=tls), store, telemetry, random.SystemRandom(), tls)
-        )
+        transport = GrpcTransport(acceptors=acceptors, tls=tls)
+        app = await build(Parts(transport, store, telemetry, rng, tls, peer_secret))
         ending.push_async_callback(app.stop)
         return await _until_stopped(service, app, stop_wanted, last_resort)
 
@@ -136,7 +139,7 @@ async def _say_while_silent(store: Store, endpoints: str) -> None:
 
 async def _answers(store: Store, endpoints: str) -> bool:
     try:
-        await store.get(keys.PEER_SECRET)
+        await store.get(keys.SCHEDULER_LEADER)
     except StoreUnavailable as e:
         _LOG.error("no etcd answers at %s (--etcd); it is asked again until one does: %s", endpoints, e.message)
         return False

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from manylora_shared.address import is_any_host, is_loopback, parse_address
+from manylora_shared.coordination.peers import PeerSecret
 from manylora_shared.process.config import ConfigError, check_bounds, check_listen, setting
 from manylora_shared.transport.tls import TlsFiles
 
@@ -16,6 +18,9 @@ class ServiceSettings:
     listen: str = setting("127.0.0.1:0", "host:port to serve on; port 0: any free one")
     advertise: str = setting("", "host:port that others dial; empty: the bound one")
     etcd: str = setting("127.0.0.1:2379", "etcd's endpoints, comma-separated host:port")
+    peer_secret_file: str = setting(
+        "", "file with what the services of a cluster show one another, the same for all; made where there is none"
+    )
     lease_ttl_s: int = setting(2, "how long others take a silent service for alive", at_least=2)
     tls_cert: str = setting("", "PEM file of this service's certificate and its chain; empty: plain text")
     tls_key: str = setting("", "PEM file of the certificate's key")
@@ -32,6 +37,12 @@ class ServiceSettings:
         if not self.tls_cert:
             return None
         return TlsFiles(Path(self.tls_cert), Path(self.tls_key), Path(self.tls_ca) if self.tls_ca else None)
+
+    def peer_secret(self, getrandbits: Callable[[int], int]) -> PeerSecret:
+        """Raises ConfigError, or OSError."""
+        if not self.peer_secret_file:
+            raise ConfigError("--peer-secret-file: must be set; the file is made where there is none")
+        return PeerSecret.of_file(Path(self.peer_secret_file), getrandbits)
 
     def check_tls(self, listen: str, flag: str) -> None:
         """Raises ConfigError."""
