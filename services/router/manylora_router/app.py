@@ -115,18 +115,21 @@ class RouterApp:
         )
         levels = self._service_levels()
         self._status = ClusterStatus(directory=self.directory, transport=peers, levels=levels)
-        self.admin = AdminServicer(
+        self.admin = self._admin(levels)
+        self._http = HttpServer(Routes(self.door), tls) if config.http_listen else None
+        self._lease = LeaseSession(store, ttl_s=config.lease_ttl_s)
+
+    def _admin(self, levels: ServiceLevels) -> AdminServicer:
+        return AdminServicer(
             directory=self.directory,
-            store=store,
+            store=self._store,
             intake=self._intake,
-            verification=Verification(adapter_store),
+            verification=Verification(self._files),
             status=self._status,
             levels=levels,
             clock=self._clock,
-            rng=rng,
+            rng=self._rng,
         )
-        self._http = HttpServer(Routes(self.door), tls) if config.http_listen else None
-        self._lease = LeaseSession(store, ttl_s=config.lease_ttl_s)
 
     def _service_levels(self) -> ServiceLevels:
         return ServiceLevels(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hmac
 import os
+import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -67,9 +68,8 @@ def read_secret(path: Path) -> str:
 def _make(path: Path, text: str) -> None:
     """Whole or not at all; of several that make it at the same time, one does."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    draft.unlink(missing_ok=True)
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")  # of mode 0600
+    with os.fdopen(handle, "w", encoding="ascii") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -78,7 +78,7 @@ def _make(path: Path, text: str) -> None:
     except FileExistsError:
         pass  # another service was first
     finally:
-        draft.unlink()
+        os.unlink(draft)
 
 
 def guarded(service: Service, secret: PeerSecret) -> Service:
