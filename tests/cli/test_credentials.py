@@ -37,6 +37,16 @@ def test_a_note_is_of_one_address_under_whatever_name_of_this_machine(state: Pat
     assert find_key("example.com:1") == ""
 
 
+def test_several_routers_get_the_key_of_the_one_cluster_that_they_are_of(state: Path) -> None:
+    key = key_file(state)
+    for port in (1, 2):
+        write_note(f"127.0.0.1:{port}", key)
+    write_note("127.0.0.1:3", key_file(state, "another", "mlk-2"))
+    assert find_key("127.0.0.1:1, localhost:2") == "mlk-1"
+    assert find_key("127.0.0.1:1,127.0.0.1:3") == ""
+    assert find_key("127.0.0.1:1,example.com:1") == ""
+
+
 def test_a_note_is_taken_away_by_its_own_cluster_alone(state: Path) -> None:
     first, second = key_file(state, "first"), key_file(state, "second", "mlk-2")
     write_note("127.0.0.1:1", first)

@@ -78,7 +78,14 @@ def main(
     trust(tls_ca)
 
 
-Server = Annotated[str, typer.Option(envvar="MANYLORA_SERVER", metavar="HOST:PORT", help="The router to talk to.")]
+Server = Annotated[
+    str,
+    typer.Option(
+        envvar="MANYLORA_SERVER",
+        metavar="HOST:PORT,...",
+        help="The router to talk to, or several: the next takes over.",
+    ),
+]
 Key = Annotated[
     str | None,
     typer.Option(

@@ -1,4 +1,4 @@
-"""The asyncio client. Owns one channel to one router; all methods may run concurrently."""
+"""The asyncio client. Owns one channel to the routers; all methods may run concurrently."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ from manylora.client.messages import (
 )
 from manylora.client.prompts import Prompt, refuse, set_chat_options, set_prompt
 from manylora.client.retry import DEFAULT_RETRY, RetryBudget, RetryPolicy
+from manylora.client.routers import connect
 from manylora.v1 import admin_pb2, common_pb2, inference_pb2
 
 DEFAULT_SERVER = "127.0.0.1:7070"
@@ -408,10 +409,10 @@ class Adapters:
 
 
 class Client:
-    """A connection to one router.
+    """A connection to a cluster's router.
 
     Args:
-        server: `host:port`. It is dialled at the first call, and again by itself after a loss.
+        server: `host:port`, dialled at the first call and after a loss; or several, by commas: the next takes over.
         key: the API key; None: MANYLORA_KEY's, or the operator's key of the local cluster (`manylora up`) at this
             address; empty: none.
         tenant: of requests where a call names none. Only a gateway's key needs it.
@@ -435,7 +436,7 @@ class Client:
         self._tenant = tenant
         credentials = find_key(server) if key is None else key
         transport = transport or GrpcTransport(tls=trusting(find_ca(server) if tls_ca is None else tls_ca))
-        self._caller = _Caller(server, transport.connect(server), credentials, retry, random.Random())
+        self._caller = _Caller(server, connect(transport, server), credentials, retry, random.Random())
         self.tenants = Tenants(self._caller)
         self.keys = Keys(self._caller)
         self.adapters = Adapters(self._caller)

@@ -10,6 +10,8 @@ from pathlib import Path
 from manylora_shared.process.config import environment
 from manylora_shared.transport.tls import Tls, TlsFiles
 
+from manylora.client.routers import addresses
+
 KEY_VARIABLE = "MANYLORA_KEY"
 CA_VARIABLE = "MANYLORA_TLS_CA"
 SYSTEM_CA = "system"  # in place of a file: whom this machine trusts
@@ -17,7 +19,7 @@ _MAX_KEY_CHARS = 256
 
 
 def find_key(server: str) -> str:
-    """Empty where none is found. Raises OSError where a noted key file cannot be read."""
+    """server: of a Client. Empty where none is found. Raises OSError where a noted key file cannot be read."""
     key = environment().get(KEY_VARIABLE, "").strip()
     if key:
         return key
@@ -42,11 +44,18 @@ def trusting(ca: str) -> Tls | None:
 
 
 def _noted(server: str) -> list[Path]:
-    """The files of the key and, where it has TLS, of the authority of a local cluster; empty: none is known there."""
+    """The files of the key and, where it has TLS, of the authority of a local cluster; empty: none is known there.
+    Several routers are one cluster's, or no key is: it must not go to another's.
+    """
+    notes = {_read_note(address) for address in addresses(server)}
+    return [Path(line) for line in notes.pop()] if len(notes) == 1 else []
+
+
+def _read_note(address: str) -> tuple[str, ...]:
     try:
-        return [Path(line) for line in _note(server).read_text(encoding="utf-8").splitlines()]
+        return tuple(_note(address).read_text(encoding="utf-8").splitlines())
     except (OSError, UnicodeDecodeError):
-        return []
+        return ()
 
 
 def read_key(path: Path) -> str:
