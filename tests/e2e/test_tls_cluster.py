@@ -20,6 +20,7 @@ from manylora.client.credentials import read_key
 from manylora.demo import BASE_FOLDER, BASE_NAME
 from manylora.local import certs
 from manylora.local.cluster import ClusterOptions, LocalCluster
+from manylora_shared.coordination.peers import read_secret
 
 SECRET = "a prompt that nobody else may read"
 
@@ -86,6 +87,7 @@ def captured() -> Any:
 
 async def test_neither_prompt_nor_key_can_be_read_on_the_wire(cluster: LocalCluster) -> None:
     key = read_key(cluster.key_file)
+    peer_secret = read_secret(cluster.peer_secret_file)
     with captured() as capture:
         plain = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
         _, writer = await asyncio.open_connection(*plain.sockets[0].getsockname())
@@ -93,12 +95,13 @@ async def test_neither_prompt_nor_key_can_be_read_on_the_wire(cluster: LocalClus
         await writer.drain()
         async with client_of(cluster) as client:
             await ask(client)
+            made, _ = await client.keys.create(["generate"], tenant="acme", name=SECRET)  # its record goes to etcd
         await asyncio.to_thread(over_http, cluster)
         await asyncio.sleep(0.5)
         writer.close()
         plain.close()
     assert b"what is sent in clear is seen" in capture.seen
-    for secret in (SECRET, key, key.rpartition("-")[2]):
+    for secret in (SECRET, key, key.rpartition("-")[2], made, made.split("-")[1], peer_secret):
         assert secret.encode() not in capture.seen
 
 
@@ -119,8 +122,21 @@ async def test_who_trusts_nobody_or_somebody_else_gets_nothing(cluster: LocalClu
             with pytest.raises(RequestFailed) as error:
                 await client.status(timeout_s=5)
             assert error.value.code == "UNAVAILABLE"
+    with pytest.raises(OSError, match=r"certificate|alert|closed|reset"):
+        etcds_version(cluster)
     with pytest.raises(ssl.SSLError):
         ssl.get_server_certificate(address_of(cluster.http_addresses[0]), ca_certs=str(tmp_path / certs.CA))
+
+
+def etcds_version(cluster: LocalCluster) -> bytes:
+    """As one asks who has no certificate."""
+    context = ssl.create_default_context(cafile=cluster.tls_ca)
+    with (
+        socket.create_connection(address_of(cluster.etcd_address)) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1") as encrypted,
+    ):
+        encrypted.send(b"GET /version HTTP/1.1\r\n\r\n")
+        return encrypted.recv(100)
 
 
 def address_of(text: str) -> tuple[str, int]:

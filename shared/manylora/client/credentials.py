@@ -8,13 +8,12 @@ import os
 from pathlib import Path
 
 from manylora_shared.process.config import environment
-from manylora_shared.transport.tls import Tls, TlsFiles
+from manylora_shared.transport.tls import SYSTEM_CA, Tls, TlsFiles
 
 from manylora.client.routers import addresses
 
 KEY_VARIABLE = "MANYLORA_KEY"
 CA_VARIABLE = "MANYLORA_TLS_CA"
-SYSTEM_CA = "system"  # in place of a file: whom this machine trusts
 _MAX_KEY_CHARS = 256
 
 

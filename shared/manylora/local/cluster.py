@@ -20,9 +20,10 @@ from typing import Any, Self, TextIO
 
 from manylora_shared.coordination import binary, keys
 from manylora_shared.coordination.base import StoreUnavailable
-from manylora_shared.coordination.etcd import EtcdStore
 from manylora_shared.process import config
 from manylora_shared.process.cores import num_cores
+from manylora_shared.process.settings import ServiceSettings
+from manylora_shared.transport.tls import TlsFiles
 
 from manylora.client import Client, ClusterStatus, RequestFailed
 from manylora.client.credentials import read_key, remove_note, write_note
@@ -42,6 +43,11 @@ class ClusterFailed(Exception):
     """The message says which part, and why."""
 
 
+# How a given etcd is reached: the services read them too.
+_ETCD_VARIABLES = tuple(
+    f"{config.PREFIX}{name}"
+    for name in ("ETCD_TLS_CA", "ETCD_TLS_CERT", "ETCD_TLS_KEY", "ETCD_LOGIN_FILE", "ALLOW_PLAIN_TEXT")
+)
 _SHARED_KV_CACHE_MB = 512  # of each worker, where several share a device
 
 
@@ -264,9 +270,10 @@ class LocalCluster:
 
     async def _find_etcd(self) -> None:
         try:
+            settings = self._etcd_settings()
             async with asyncio.timeout(ETCD_TIMEOUT_S):
                 while True:
-                    if await _etcd_answers(self._etcd):
+                    if await _etcd_answers(settings):
                         return
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
@@ -277,14 +284,15 @@ class LocalCluster:
     async def _start_etcd(self) -> None:
         port = binary.free_port()
         self._etcd = f"127.0.0.1:{port}"
-        command = [str(binary.find_etcd()), *binary.member_flags(self._data / ETCD, self._etcd)]
+        flags = binary.member_flags(self._data / ETCD, self._etcd, self._tls_files)
+        command = [str(binary.find_etcd()), *flags]
         child = Child(
             ETCD,
             lambda ready: command,
             log_path=self._log(ETCD),
             notify=self._notify,
             start_timeout_s=binary.START_TIMEOUT_S,
-            probe=functools.partial(_etcd_answers, self._etcd),
+            probe=functools.partial(_etcd_answers, self._etcd_settings()),
             environment={"PATH": os.defpath},  # none of the ETCD_* that configure another etcd
         )
         self.children[ETCD] = child
@@ -372,7 +380,19 @@ class LocalCluster:
         if not self.options.tls:
             return []
         named = {"tls-cert": certs.CERT, "tls-key": certs.KEY, "tls-ca": certs.CA}
-        return [f"--{flag}={self.tls_folder / file}" for flag, file in named.items()]
+        found = [f"--{flag}={self.tls_folder / file}" for flag, file in named.items()]
+        return found + ([f"--etcd-{flag[2:]}" for flag in found] if not self.options.etcd else [])
+
+    @property
+    def _tls_files(self) -> TlsFiles | None:
+        folder = self.tls_folder
+        return TlsFiles(folder / certs.CERT, folder / certs.KEY, folder / certs.CA) if self.options.tls else None
+
+    def _etcd_settings(self) -> ServiceSettings:
+        """As the services have them: of a given etcd by the environment. Raises ValueError."""
+        own = [flag for flag in self._tls_flags() if flag.startswith("--etcd-")]
+        given = {name: value for name, value in config.environment().items() if name in _ETCD_VARIABLES}
+        return config.parse(ServiceSettings, [f"--etcd={self._etcd}", *own], given if self.options.etcd else {})
 
     def _make_certificates(self) -> None:
         """New ones at every start: they are of this machine alone, and last a year."""
@@ -418,15 +438,16 @@ def _incomplete(status: ClusterStatus, options: ClusterOptions) -> str:
 
 
 def _endpoints(url: str) -> str:
-    return ",".join(part.strip().removeprefix("http://").rstrip("/") for part in url.split(",") if part.strip())
+    parts = (part.strip().rpartition("://")[2].rstrip("/") for part in url.split(","))
+    return ",".join(part for part in parts if part)
 
 
 def _python(module: str) -> list[str]:
     return [sys.executable, "-m", module]
 
 
-async def _etcd_answers(endpoints: str) -> bool:
-    store = EtcdStore(endpoints.split(","))
+async def _etcd_answers(settings: ServiceSettings) -> bool:
+    store, _ = settings.etcd_store()
     try:
         await store.get(keys.SCHEDULER_LEADER)
     except StoreUnavailable:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from manylora_shared.coordination.base import StoreUnavailable
 from manylora_shared.coordination.etcd import EtcdStore
+from manylora_shared.transport.tls import Tls, TlsFiles
 
 START_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 5.0
@@ -49,9 +50,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def member_flags(data: Path, endpoint: str) -> list[str]:
-    """Of an etcd that is its cluster's only member. `endpoint`: host:port for clients."""
-    client, peer = f"http://{endpoint}", "http://127.0.0.1:2380"
+def member_flags(data: Path, endpoint: str, tls: TlsFiles | None = None) -> list[str]:
+    """Of an etcd that is its cluster's only member.
+
+    Args:
+        endpoint: host:port for clients.
+        tls: its own certificate, and who signs its clients'; None: plain text.
+    """
+    client, peer = f"{'https' if tls else 'http'}://{endpoint}", "http://127.0.0.1:2380"
     return [
         f"--data-dir={data}",
         f"--listen-client-urls={client}",
@@ -64,13 +70,16 @@ def member_flags(data: Path, endpoint: str) -> list[str]:
         "--auto-compaction-retention=10m",
         "--logger=zap",
         "--log-level=warn",
+        *([f"--cert-file={tls.cert}", f"--key-file={tls.key}"] if tls else []),
+        *([f"--trusted-ca-file={tls.ca}", "--client-cert-auth"] if tls else []),
     ]
 
 
 class EtcdProcess:
     """States: down and up; `start` and `stop` or `kill` alternate."""
 
-    def __init__(self, data_dir: Path, client_port: int, arguments: Sequence[str]) -> None:
+    def __init__(self, data_dir: Path, client_port: int, arguments: Sequence[str], tls: TlsFiles | None = None) -> None:
+        self._tls = tls
         self._data_dir = data_dir
         self._port = client_port
         self._arguments = tuple(arguments)
@@ -93,7 +102,7 @@ class EtcdProcess:
         with self._log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 find_etcd(),
-                *member_flags(self._data_dir / "data", self.endpoint),
+                *member_flags(self._data_dir / "data", self.endpoint, self._tls),
                 *self._arguments,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
@@ -127,7 +136,7 @@ class EtcdProcess:
 
     async def _wait_answers(self) -> None:
         assert self._process is not None
-        store = EtcdStore([self.endpoint])
+        store = EtcdStore([self.endpoint], tls=Tls(self._tls) if self._tls else None)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 while True:
@@ -160,7 +169,12 @@ class EtcdProcess:
 
 
 async def start_etcd(
-    data_dir: Path, *, client_port: int = 0, sync_to_disk: bool = True, extra_arguments: Sequence[str] = ()
+    data_dir: Path,
+    *,
+    client_port: int = 0,
+    sync_to_disk: bool = True,
+    extra_arguments: Sequence[str] = (),
+    tls: TlsFiles | None = None,
 ) -> EtcdProcess:
     """Returns when it answers. Raises EtcdNotFound, EtcdFailed.
 
@@ -172,7 +186,7 @@ async def start_etcd(
     if not sync_to_disk and await _has_flag("unsafe-no-fsync"):
         arguments.append("--unsafe-no-fsync")
     for attempt in range(_PORT_ATTEMPTS):
-        process = EtcdProcess(data_dir, client_port or free_port(), arguments)
+        process = EtcdProcess(data_dir, client_port or free_port(), arguments, tls)
         try:
             await process.start()
             return process

@@ -30,9 +30,11 @@ from manylora_shared.coordination.base import (
     WatchBatch,
     WatchEvent,
 )
+from manylora_shared.coordination.login import EtcdLogin, is_stale
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.transport.base import Method
 from manylora_shared.transport.grpc_transport import GrpcChannel, etcd_channel_options
+from manylora_shared.transport.tls import Tls
 
 CALL_TIMEOUT_S = 2.0
 WATCH_RETRY_S = 0.1
@@ -48,6 +50,8 @@ _UNREACHED = (
     Code.INTERNAL,
     Code.UNIMPLEMENTED,  # it is no etcd
 )
+
+_REFUSED = (Code.UNAUTHENTICATED, Code.PERMISSION_DENIED)
 
 
 def _unary(path: str, request: Any, response: Any) -> Method:
@@ -77,10 +81,18 @@ class _HistoryLost(Exception):
 class EtcdStore:
     """`endpoints`: `host:port` of the members of one cluster. `call_timeout_s` bounds every call but a watch."""
 
-    def __init__(self, endpoints: Sequence[str], *, call_timeout_s: float = CALL_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        *,
+        call_timeout_s: float = CALL_TIMEOUT_S,
+        tls: Tls | None = None,
+        login: EtcdLogin | None = None,
+    ) -> None:
         assert endpoints, "at least one endpoint"
         options = etcd_channel_options()
-        self._channels = [GrpcChannel(join_address(*parse_address(e)), options) for e in endpoints]
+        self._channels = [GrpcChannel(join_address(*parse_address(e)), options, tls) for e in endpoints]
+        self._login = login
         self._names = ", ".join(endpoints)
         self._current = 0
         self._call_timeout_s = call_timeout_s
@@ -129,7 +141,9 @@ class EtcdStore:
     async def keep_alive(self, lease_id: int) -> int:
         async with self._bounded():
             channel = await self._channel()
-            stream = channel.stream(_LEASE_KEEP_ALIVE, timeout=self._call_timeout_s)
+            stream = channel.stream(
+                _LEASE_KEEP_ALIVE, timeout=self._call_timeout_s, metadata=await self._shown(channel)
+            )
             try:
                 await stream.write(pb.LeaseKeepAliveRequest(ID=lease_id))
                 response = await stream.read()
@@ -192,7 +206,8 @@ class EtcdStore:
         # a stream with `hasleader`.
         async with self._bounded():
             channel = await self._channel()
-        stream = channel.stream(_WATCH, metadata={"hasleader": "true"})
+            shown = await self._shown(channel)
+        stream = channel.stream(_WATCH, metadata={"hasleader": "true", **shown})
         try:
             create = pb.WatchCreateRequest(
                 key=prefix.encode(), range_end=_prefix_end(prefix), start_revision=max(1, start_revision - 1)
@@ -204,6 +219,7 @@ class EtcdStore:
                 if response.compact_revision or (response.created and response.header.revision < start_revision - 1):
                     raise _HistoryLost
                 if response.canceled:
+                    self._forget(shown)  # it says of a token that it knows no more what it says of a user who may not
                     raise StoreUnavailable(f"etcd cancelled the watch: {response.cancel_reason}")
                 received = [_watch_event(e) for e in response.events]
                 if last is not None and received:
@@ -226,13 +242,36 @@ class EtcdStore:
             for attempt in range(len(self._channels)):
                 channel = await self._channel()
                 try:
-                    return await channel.call(method, request, timeout=self._call_timeout_s)
+                    return await self._ask(channel, method, request)
                 except RpcError as e:
                     failure = self._failure(e, channel, lease_id)
                     is_last = attempt == len(self._channels) - 1
                     if is_last or not repeatable or not isinstance(failure, StoreUnavailable):
                         raise failure from e
         raise AssertionError("unreachable")
+
+    async def _ask(self, channel: GrpcChannel, method: Method, request: Message) -> Any:
+        shown = await self._shown(channel)
+        try:
+            return await channel.call(method, request, timeout=self._call_timeout_s, metadata=shown)
+        except RpcError as e:
+            if not shown or not is_stale(e):
+                raise
+        self._forget(shown)
+        return await channel.call(method, request, timeout=self._call_timeout_s, metadata=await self._shown(channel))
+
+    async def _shown(self, channel: GrpcChannel) -> dict[str, str]:
+        """Raises RpcError or StoreUnavailable."""
+        if self._login is None:
+            return {}
+        try:
+            return await self._login.metadata(channel, self._call_timeout_s)
+        except RpcError as e:
+            raise self._failure(e, channel, 0) from e
+
+    def _forget(self, shown: dict[str, str]) -> None:
+        if self._login is not None:
+            self._login.forget(shown)
 
     def _bounded(self) -> _Bound:
         return _Bound(self._call_timeout_s, f"etcd at {self._names} did not answer")
@@ -268,6 +307,8 @@ class EtcdStore:
             if channel is self._channels[self._current]:
                 self._current = (self._current + 1) % len(self._channels)
             return StoreUnavailable(f"etcd at {self._names}: {error.message}")
+        if error.code in _REFUSED or "user name is empty" in error.message:
+            return StoreUnavailable(f"etcd at {self._names} refuses this service: {error.message} (--etcd-login-file)")
         return error
 
 

@@ -15,7 +15,6 @@ from typing import Protocol
 import manylora_shared.transport.grpc_polling  # noqa: F401  before anything imports grpc
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Store, StoreUnavailable
-from manylora_shared.coordination.etcd import EtcdStore
 from manylora_shared.coordination.peers import PeerSecret
 from manylora_shared.process.heap import freeze_started
 from manylora_shared.process.last_resort import LastResort
@@ -66,7 +65,7 @@ class Parts:
 
 async def look_for_etcd(settings: ServiceSettings) -> None:
     """Says it where none answers: for what takes long before `serve`."""
-    store = EtcdStore(settings.etcd.split(","))
+    store, _ = settings.etcd_store()
     try:
         await _answers(store, settings.etcd)
     finally:
@@ -104,7 +103,7 @@ async def serve(
     stop_wanted = asyncio.create_task(stopping.wait(), name="stop signal")
     async with contextlib.AsyncExitStack() as ending:
         ending.callback(stop_wanted.cancel)
-        store = EtcdStore(settings.etcd.split(","))
+        store, etcd_tls = settings.etcd_store()
         telemetry = Telemetry(
             service,
             instance_id=instance_id,
@@ -115,8 +114,8 @@ async def serve(
         ending.push_async_callback(store.close)
         silence = asyncio.create_task(_say_while_silent(store, settings.etcd), name="etcd's silence")
         ending.callback(silence.cancel)
-        if tls is not None:
-            renewing = asyncio.create_task(_renew(tls), name="certificates")
+        for each in filter(None, (tls, etcd_tls)):
+            renewing = asyncio.create_task(_renew(each), name="certificates")
             ending.callback(renewing.cancel)
         transport = GrpcTransport(acceptors=acceptors, tls=tls)
         app = await build(Parts(transport, store, telemetry, rng, tls, peer_secret))

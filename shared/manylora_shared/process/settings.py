@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 from manylora_shared.address import is_any_host, is_loopback, parse_address
+from manylora_shared.coordination.etcd import EtcdStore
+from manylora_shared.coordination.login import EtcdLogin
 from manylora_shared.coordination.peers import PeerSecret
 from manylora_shared.process.config import ConfigError, check_bounds, check_listen, setting
-from manylora_shared.transport.tls import TlsFiles
+from manylora_shared.transport.tls import SYSTEM_CA, Tls, TlsFiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +20,12 @@ class ServiceSettings:
     listen: str = setting("127.0.0.1:0", "host:port to serve on; port 0: any free one")
     advertise: str = setting("", "host:port that others dial; empty: the bound one")
     etcd: str = setting("127.0.0.1:2379", "etcd's endpoints, comma-separated host:port")
+    etcd_tls_ca: str = setting(
+        "", "PEM file of who signs etcd's certificate, or `system`: whom this machine trusts; empty: plain text"
+    )
+    etcd_tls_cert: str = setting("", "PEM file of the certificate that etcd is shown; empty: none")
+    etcd_tls_key: str = setting("", "PEM file of that certificate's key")
+    etcd_login_file: str = setting("", "file with `user:password` for etcd; empty: no login")
     peer_secret_file: str = setting(
         "", "file with what the services of a cluster show one another, the same for all; made where there is none"
     )
@@ -37,6 +45,15 @@ class ServiceSettings:
         if not self.tls_cert:
             return None
         return TlsFiles(Path(self.tls_cert), Path(self.tls_key), Path(self.tls_ca) if self.tls_ca else None)
+
+    def etcd_store(self) -> tuple[EtcdStore, Tls | None]:
+        """Raises OSError or ValueError where a file cannot be used."""
+        tls = None
+        if self.etcd_tls_ca:
+            cert, key = (Path(path) if path else None for path in (self.etcd_tls_cert, self.etcd_tls_key))
+            tls = Tls(TlsFiles(cert, key, None if self.etcd_tls_ca == SYSTEM_CA else Path(self.etcd_tls_ca)))
+        login = EtcdLogin(Path(self.etcd_login_file)) if self.etcd_login_file else None
+        return EtcdStore(self.etcd.split(","), tls=tls, login=login), tls
 
     def peer_secret(self, getrandbits: Callable[[int], int]) -> PeerSecret:
         """Raises ConfigError, or OSError."""
@@ -62,6 +79,21 @@ class ServiceSettings:
         check_bounds(self)
         self._check_advertise()
         self.check_tls(self.listen, "--listen")
+        self._check_etcd()
+
+    def _check_etcd(self) -> None:
+        if bool(self.etcd_tls_cert) != bool(self.etcd_tls_key):
+            raise ConfigError("--etcd-tls-cert and --etcd-tls-key: go together")
+        if self.etcd_tls_cert and not self.etcd_tls_ca:
+            raise ConfigError("--etcd-tls-ca: is needed beside --etcd-tls-cert")
+        if self.etcd_tls_ca or self.allow_plain_text:
+            return
+        for endpoint in self.etcd.split(","):
+            if not is_loopback(endpoint.rpartition(":")[0]):
+                raise ConfigError(
+                    f"--etcd: what goes to {endpoint} can be read on the way, so it needs --etcd-tls-ca; "
+                    "--allow-plain-text goes without"
+                )
 
     def _check_advertise(self) -> None:
         if not self.advertise:

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 _LOG = logging.getLogger(__name__)
+SYSTEM_CA = "system"  # in place of a file: whom this machine trusts
 
 
 class TlsError(ValueError):
