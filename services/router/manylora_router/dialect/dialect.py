@@ -1,0 +1,131 @@
+"""What the model's chat template says of tools and reasoning: which grammar its answers have, and what it can render.
+
+Readers of answers are made here, one for each choice. Knows no endpoint's form.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass
+
+from manylora_router.dialect.grammars import FAMILIES, Family
+from manylora_router.dialect.pieces import Output, Piece, Stream, all_text, until
+
+AUTO, NONE = "auto", "none"
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+_CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
+_WORD = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)"|(\w+)""", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Thinking:
+    begin: str
+    end: str
+
+
+THINKING: Mapping[str, Thinking] = {
+    "mistral": Thinking("[THINK]", "[/THINK]"),
+    "gemma": Thinking("<|channel>thought\n", "<channel|>"),
+    "think": Thinking("<think>", "</think>"),
+}
+_CHANNELS = ("<|channel>",)  # the token of Gemma's mark
+
+
+@dataclass(frozen=True)
+class Dialect:
+    family: Family | None = None  # None: calls of tools are not read
+    thinking: Thinking | None = None
+    words: frozenset[str] = frozenset()  # variables, and whole strings, of the template's code
+
+    @classmethod
+    def of(cls, template: str, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> Dialect:
+        """`tool_parser` and `reasoning_parser`: auto, none, or a name of FAMILIES and THINKING."""
+        family: Family | None = FAMILIES.get(tool_parser)
+        thinking: Thinking | None = THINKING.get(reasoning_parser)
+        if tool_parser == AUTO:
+            family = next((each for each in FAMILIES.values() if any(sign in template for sign in each.signs)), None)
+        if reasoning_parser == AUTO:
+            known = THINKING.values()
+            thinking = next((each for each in known if each.end in template), None)
+        return cls(family, thinking, words_of(template))
+
+    @property
+    def takes_tools(self) -> bool:
+        return "tools" in self.words
+
+    @property
+    def marks(self) -> Sequence[str]:
+        """Special tokens that an answer's text must keep."""
+        thinking = [self.thinking.begin, self.thinking.end, *_CHANNELS] if self.thinking is not None else []
+        return [*(self.family.marks if self.family is not None else ()), *thinking]
+
+    def reader(self, names: Collection[str], prompt_end: str, *, most_calls: int | None = None) -> AnswerReader:
+        """For one choice.
+
+        Args:
+            names: of the tools that were offered; empty: no calls are read.
+            prompt_end: the prompt's last text, in which a template may have begun the reasoning.
+        """
+        out, stream = Output(most_calls), Stream()
+        family = self.family if names else None
+        return AnswerReader(stream, out, _answer(stream, out, self.thinking, prompt_end, family, names))
+
+
+class AnswerReader:
+    """Text in, pieces out: the same however the text was cut, but for where pieces of a kind are."""
+
+    def __init__(self, stream: Stream, out: Output, grammar: Generator[None]) -> None:
+        self._stream = stream
+        self._out = out
+        self._grammar = grammar
+
+    def push(self, text: str) -> list[Piece]:
+        self._stream.text += text
+        next(self._grammar)
+        return self._out.drain()
+
+    def finish(self) -> list[Piece]:
+        """Once; nothing comes after it."""
+        self._stream.is_over = True
+        for _ in self._grammar:
+            raise AssertionError("a grammar waits for text that is over")
+        self._out.finish()
+        return self._out.drain()
+
+    @property
+    def has_calls(self) -> bool:
+        """Whole ones."""
+        return self._out.num_whole_calls > 0
+
+
+def _answer(
+    stream: Stream,
+    out: Output,
+    thinking: Thinking | None,
+    prompt_end: str,
+    family: Family | None,
+    names: Collection[str],
+) -> Generator[None]:
+    if thinking is not None:
+        is_inside = prompt_end.rstrip().endswith(thinking.begin.rstrip())
+        if not is_inside:
+            at = yield from stream.after_space(0)
+            if is_inside := (yield from stream.has(thinking.begin, at)):
+                stream.take(at + len(thinking.begin))
+        if is_inside:
+            stream.take((yield from stream.after_space(0)))
+            if (yield from until(stream, out.reasoning, thinking.end)):
+                stream.take(len(thinking.end))
+            out.drop_space()
+            stream.take((yield from stream.after_space(0)))
+    if family is not None:
+        yield from family.grammar(stream, out, names)
+    else:
+        yield from all_text(stream, out)
+
+
+def words_of(template: str) -> frozenset[str]:
+    """Names and whole strings of its code: what it can read of a request is among them."""
+    code = _CODE.findall(_COMMENT.sub("", template))
+    return frozenset(next(filter(None, found), "") for each in code for found in _WORD.findall(each))
