@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -29,8 +30,10 @@ class FakeText:
     num_threads = 1
     end_token_ids: Sequence[int] = ()
 
-    def __init__(self, *, first_byte_id: int = 3) -> None:
+    def __init__(self, *, first_byte_id: int = 3, chat_template: str = "") -> None:
+        """`chat_template`: what it says of tools counts. Their names are rendered, and messages' further members."""
         self._first_byte_id = first_byte_id
+        self.chat_template = chat_template
 
     def ids(self, text: str) -> list[int]:
         return [self._first_byte_id + byte for byte in text.encode()]
@@ -45,8 +48,13 @@ class FakeText:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        tools: Sequence[Mapping[str, Any]] = (),
+        more: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
     ) -> Sequence[int]:
-        text = "".join(f"{role}: {content}\n" for role, content in messages)
+        lines = [f"tool {tool['function']['name']}" for tool in tools]
+        for index, (role, content) in enumerate(messages):
+            lines.append(f"{role}: {content}" + (json.dumps(more[index]) if index in more else ""))
+        text = "".join(f"{line}\n" for line in lines)
         return self.ids(text.removesuffix("\n") if continue_final_message else text)
 
     async def encode_words(self, words: Sequence[str]) -> Sequence[Sequence[int]]:
@@ -58,7 +66,9 @@ class FakeText:
     async def differences(self, brought: BroughtTokenizer) -> list[FieldViolation]:
         return differences(brought, "", {})
 
-    def detokenizer(self, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> FakeDetokenizer:
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True, kept: Sequence[str] = ()
+    ) -> FakeDetokenizer:
         return FakeDetokenizer(self._first_byte_id)
 
     def token(self, token_id: int) -> str:

@@ -77,7 +77,7 @@ def test_what_nobody_foresaw_is_a_failure_and_frees_the_permit() -> None:
         calls = cluster.app.calls
         request = await plain_request(cluster)
 
-        def no_detokenizer(prompt_token_ids: object, skips_special: bool) -> None:
+        def no_detokenizer(prompt_token_ids: object, skips_special: bool, kept: object) -> None:
             raise ZeroDivisionError
 
         async def read(request: RequestInput) -> None:

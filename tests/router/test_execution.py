@@ -314,7 +314,7 @@ def test_outcomes_of_the_worker(outcome: common_pb2.Outcome, seen: common_pb2.Ou
 
 def test_a_bug_ends_one_request_with_its_outcome(caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
-        def __init__(self, prompt_token_ids: Sequence[int], skips_special: bool) -> None:
+        def __init__(self, prompt_token_ids: Sequence[int], skips_special: bool, kept: object) -> None:
             pass
 
         def push(self, token_ids: list[int]) -> str:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from manylora_router.dialect.dialect import Dialect
 from manylora_router.front.http.api.prompts import chat_prompt, read_messages
+from manylora_router.front.http.api.tooling import Tools
 from manylora_router.front.http.fields import Fields
+
+TAKES_ALL = Dialect(words=frozenset({"tools", "tool", "tool_calls"}))
 
 
 def read(*messages: object) -> tuple[list[tuple[str, str]], list[str]]:
     fields = Fields({"messages": list(messages)})
-    return read_messages(fields), [f"{v.field}: {v.description}" for v in fields.found]
+    return read_messages(fields, TAKES_ALL).messages, [f"{v.field}: {v.description}" for v in fields.found]
 
 
 def test_messages_of_every_kind() -> None:
@@ -32,7 +36,7 @@ def test_messages_of_every_kind() -> None:
         ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0]: must be a part of type text"),
         ({"role": "user", "content": [{"type": "text", "text": 1}]}, "messages[0].content[0].text: must be a string"),
         ({"role": "user", "content": "x", "mood": 1}, "messages[0].mood: is not known here"),
-        ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls: is not supported"),
+        ({"role": "assistant", "function_call": {}}, "messages[0].function_call: is not supported"),
     ],
 )
 def test_wrong_messages_are_named(message: object, problem: str) -> None:
@@ -44,12 +48,12 @@ def test_what_a_template_is_told_besides() -> None:
     messages = [{"role": "user", "content": "x"}]
     told = {"continue_final_message": True, "add_generation_prompt": False, "chat_template_kwargs": {"a": [1]}}
     fields = Fields({"messages": messages, **told})
-    prompt = chat_prompt(fields)
+    prompt = chat_prompt(fields, TAKES_ALL, Tools())
     fields.close()
     assert fields.found == []
     assert (prompt.continue_final_message, prompt.add_generation_prompt) == (True, False)
     assert prompt.template_kwargs == {"a": [1]}
-    assert chat_prompt(Fields({"messages": messages})).add_generation_prompt is None
+    assert chat_prompt(Fields({"messages": messages}), TAKES_ALL, Tools()).add_generation_prompt is None
     wrong = Fields({"messages": messages, "chat_template_kwargs": {"\ud800": 1}})
-    chat_prompt(wrong)
+    chat_prompt(wrong, TAKES_ALL, Tools())
     assert [each.field for each in wrong.found] == ["chat_template_kwargs"]

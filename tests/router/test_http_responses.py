@@ -58,7 +58,7 @@ async def test_a_stream_adds_up(most: int | None) -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input[0]"),
+        ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": []}, "input"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format"),

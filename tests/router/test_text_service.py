@@ -392,3 +392,33 @@ def test_router_text_needs_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "4"
+
+
+async def test_special_tokens_are_kept_by_name() -> None:
+    tokenizer = wrapped(byte_level())
+    tokenizer.backend_tokenizer.add_special_tokens(["[TOOL_CALLS]"])
+    tokenizer = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, eos_token="</s>")
+    service = HfTextService(tokenizer)
+    try:
+        ids = list(await service.encode("a[TOOL_CALLS]b</s>"))
+        assert text_of(service.detokenizer(), ids) == "ab"
+        assert text_of(service.detokenizer(kept=["[TOOL_CALLS]", "[ARGS]"]), ids) == "a[TOOL_CALLS]b"
+        assert text_of(service.detokenizer(kept=["[ARGS]"]), ids) == "ab"
+    finally:
+        await service.close()
+
+
+async def test_templates_are_given_tools_and_calls() -> None:
+    template = (
+        "{{ tools | tojson }}{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments.a }}{% endfor %}{% endfor %}"
+    )
+    service = HfTextService(wrapped(byte_level(), chat_template={"default": "x", "tool_use": template}))
+    assert service.chat_template == f"x\n{template}"
+    try:
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        call = {"function": {"name": "f", "arguments": {"a": 7}}}
+        ids = await service.encode_chat([("assistant", "")], tools=tools, more={0: {"tool_calls": [call]}})
+        assert await service.decode(ids) == json.dumps(tools) + "assistant:7"
+    finally:
+        await service.close()

@@ -32,6 +32,7 @@ from manylora_router.admin.servicer import AdminServicer
 from manylora_router.admin.status import ClusterStatus
 from manylora_router.admin.verification import Verification
 from manylora_router.config import RouterConfig
+from manylora_router.dialect.dialect import Dialect
 from manylora_router.front.gate import LARGE_BYTES_PER_S, MAX_REQUEST_BYTES, Bounds, Gate, own_tenant
 from manylora_router.front.grpc import InferenceServicer, tenant_of
 from manylora_router.front.http.api.answers import Door
@@ -146,6 +147,7 @@ class RouterApp:
             intake=self.intake,
             calls=self.calls,
             text=self._text,
+            dialect=Dialect.of(self._text.chat_template, self.config.tool_parser, self.config.reasoning_parser),
             admin=self.admin.handlers,
             places=self.bounds.places,
             getrandbits=self._rng.getrandbits,

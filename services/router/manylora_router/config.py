@@ -20,6 +20,12 @@ class RouterConfig(ServiceSettings):
         "auto",
         "sampling where a request sets none; auto: that of the model's generation_config.json",
     )
+    tool_parser: Literal["auto", "none", "mistral", "gemma", "function-gemma", "hermes", "llama"] = setting(
+        "auto", "how answers call tools; auto: by the model's chat template"
+    )
+    reasoning_parser: Literal["auto", "none", "think", "mistral", "gemma"] = setting(
+        "auto", "how answers set reasoning apart; auto: by the model's chat template"
+    )
     default_max_tokens: int = setting(128, "output tokens of a request that names no limit", at_least=1)
     max_adapter_mb: int = setting(4096, "largest weight file that an adapter may have, in MiB", at_least=1)
     http_listen: str = setting("", "host:port of the OpenAI HTTP API; port 0: any free one; empty: none")

@@ -28,6 +28,7 @@ class Family:
     grammar: Grammar
     signs: Sequence[str]  # of its templates; one suffices
     marks: Sequence[str] = ()  # tokens of the answer that the grammar reads, special though they may be
+    id_prefix: str = "call_"
     id_chars: int = 24  # Mistral's templates take no other ids than of nine characters
 
 
@@ -162,7 +163,7 @@ def _dumps(found: Mapping[str, object]) -> str:
 
 # in the order in which a template is looked at
 FAMILIES: Mapping[str, Family] = {
-    "mistral": Family(mistral, ["[TOOL_CALLS]"], ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"], id_chars=9),
+    "mistral": Family(mistral, ["[TOOL_CALLS]"], ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"], id_prefix="", id_chars=9),
     "gemma": Family(
         gemma("<|tool_call>", "<tool_call|>", '<|"|>'), ["<|tool_call>"], ["<|tool_call>", "<tool_call|>", '<|"|>']
     ),

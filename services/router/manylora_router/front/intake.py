@@ -222,12 +222,15 @@ class Intake:
                 async with self.text_turn(flow, len(text)):
                     return await self._text.encode(text, add_special_tokens)
             case ChatPrompt(messages):
-                async with self.text_turn(flow, sum(len(role) + len(content) for role, content in messages)):
+                size = sum(len(role) + len(content) for role, content in messages)
+                async with self.text_turn(flow, size + admission.json_bytes(prompt)):
                     return await self._text.encode_chat(
                         messages,
                         add_generation_prompt=prompt.has_generation_prompt,
                         continue_final_message=prompt.continue_final_message,
                         template_kwargs=prompt.template_kwargs,
+                        tools=prompt.tools,
+                        more=prompt.more,
                     )
             case TokenPrompt(ids):
                 return ids

@@ -7,6 +7,7 @@ exist.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +75,8 @@ class ChatPrompt:
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None  # None: unless the final message is continued
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # JSON
+    tools: Sequence[Mapping[str, Any]] = ()  # JSON
+    more: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # JSON: further members of messages, by index
 
     @property
     def has_generation_prompt(self) -> bool:
@@ -99,6 +102,7 @@ class RequestInput:
     idempotency_key: str = ""
     ignore_eos: bool = False
     skip_special_tokens: bool = True  # in the answer's text
+    kept_tokens: Sequence[str] = ()  # that it skips not
     authorization: str = ""  # `Bearer <key>`
     tenant: str = ""
     adapter: str = ""
@@ -196,6 +200,11 @@ def check(request: RequestInput, model: ModelLimits) -> list[FieldViolation]:
     elif request.n > model.max_sequences:
         found.append(FieldViolation("n", f"must be at most {model.max_sequences} (a worker's slots), not {request.n}"))
     return found
+
+
+def json_bytes(prompt: ChatPrompt) -> int:
+    """Of tools, and of what messages have besides their contents."""
+    return sum(len(json.dumps(each, ensure_ascii=False).encode()) for each in [*prompt.tools, *prompt.more.values()])
 
 
 def prompt_field(prompt: Prompt | None) -> str:
@@ -359,6 +368,7 @@ def _check_chat(prompt: ChatPrompt, most_bytes: int, found: list[FieldViolation]
     for index in without_role[:MAX_LISTED]:
         found.append(FieldViolation(f"prompt.chat.messages[{index}].role", "is empty"))
     size_bytes = sum(len(role.encode()) + len(content.encode()) for role, content in messages)
+    size_bytes += json_bytes(prompt)
     if size_bytes > most_bytes:
         found.append(FieldViolation("prompt.chat", f"has {size_bytes} bytes; at most {most_bytes} are read"))
     if prompt.continue_final_message and messages and messages[-1][0] != "assistant":

@@ -123,14 +123,14 @@ class Call:
         return self._calls.telemetry.span(SpanName.ADMISSION, parent=self.span.traceparent, attributes=self._attributes)
 
     def begin(self, job: Job, permit: Permit) -> None:
-        calls, skips = self._calls, self._request.skip_special_tokens
+        calls, skips, kept = self._calls, self._request.skip_special_tokens, self._request.kept_tokens
         self._permit = permit
         self._execution = Execution(
             job,
             scheduler=calls.scheduler,
             channels=calls.channels,
             reckonings=calls.reckonings,
-            detokenizers=[calls.text.detokenizer(job.prompt_token_ids, skips) for _ in range(job.n)],
+            detokenizers=[calls.text.detokenizer(job.prompt_token_ids, skips, kept) for _ in range(job.n)],
             telemetry=calls.telemetry,
             rng=calls.rng,
         )

@@ -20,6 +20,7 @@ _T = TypeVar("_T")
 _CACHED_TOKENS = 1 << 16
 _MAX_TEMPLATE_WORDS = 512  # characters of what a template says when it refuses
 NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+NO_MORE: Mapping[int, Mapping[str, Any]] = MappingProxyType({})
 
 
 class TextService(Protocol):
@@ -30,6 +31,10 @@ class TextService(Protocol):
     @property
     def num_threads(self) -> int:
         """Texts that are encoded at a time."""
+
+    @property
+    def chat_template(self) -> str:
+        """With all that the model has, one behind the other; empty: none."""
 
     @property
     def end_token_ids(self) -> Sequence[int]:
@@ -45,8 +50,10 @@ class TextService(Protocol):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] = NO_KWARGS,
+        tools: Sequence[Mapping[str, Any]] = (),
+        more: Mapping[int, Mapping[str, Any]] = NO_MORE,
     ) -> Sequence[int]:
-        """messages: (role, content). `template_kwargs`: as transformers' apply_chat_template takes them.
+        """messages: (role, content), and `more` of them by index; the rest as transformers' apply_chat_template has it.
 
         Raises Unready without a template, InvalidRequest where it refuses them or changes what is to be continued.
         """
@@ -60,8 +67,10 @@ class TextService(Protocol):
     async def differences(self, brought: BroughtTokenizer) -> list[FieldViolation]:
         """Between the base model's tokenizer and an adapter's."""
 
-    def detokenizer(self, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh one, for one choice of this prompt."""
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True, kept: Sequence[str] = ()
+    ) -> Detokenizer:
+        """A fresh one, for one choice of this prompt. `kept`: special tokens that are not skipped."""
 
     def token(self, token_id: int) -> str:
         """By itself, special ones too: part of a character is U+FFFD."""
@@ -82,6 +91,7 @@ class _NoText:
 
 class TokenIdsOnlyText:
     has_text = False
+    chat_template = ""
     num_threads = 1
     end_token_ids: Sequence[int] = ()
 
@@ -95,6 +105,8 @@ class TokenIdsOnlyText:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] = NO_KWARGS,
+        tools: Sequence[Mapping[str, Any]] = (),
+        more: Mapping[int, Mapping[str, Any]] = NO_MORE,
     ) -> Sequence[int]:
         raise Unready("prompt.chat: this router has no tokenizer; send prompt.token_ids")
 
@@ -107,7 +119,9 @@ class TokenIdsOnlyText:
     async def differences(self, brought: BroughtTokenizer) -> list[FieldViolation]:
         return []  # there is no text that it could change
 
-    def detokenizer(self, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True, kept: Sequence[str] = ()
+    ) -> Detokenizer:
         return _NoText()
 
     def token(self, token_id: int) -> str:
@@ -161,7 +175,10 @@ class HfTextService:
         self.end_token_ids: Sequence[int] = () if end is None else (end,)
         added = tokenizer.added_tokens_decoder
         self._added = {token.content: token_id for token_id, token in added.items()}
-        self._specials = StopStrings([token.content for token in added.values() if token.special and token.content])
+        self._special_ids = {token.content: each for each, token in added.items() if token.special and token.content}
+        self._specials = StopStrings(list(self._special_ids))
+        template = getattr(tokenizer, "chat_template", None) or ""
+        self.chat_template = "\n".join(template.values()) if isinstance(template, dict) else template
 
     @classmethod
     def load(cls, folder: Path, *, threads: int = 2) -> HfTextService:
@@ -182,6 +199,8 @@ class HfTextService:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] = NO_KWARGS,
+        tools: Sequence[Mapping[str, Any]] = (),
+        more: Mapping[int, Mapping[str, Any]] = NO_MORE,
     ) -> Sequence[int]:
         if not getattr(self._tokenizer, "chat_template", None):
             raise NoChatTemplate("prompt.chat: the model's tokenizer has no chat template; send prompt.text")
@@ -189,8 +208,12 @@ class HfTextService:
             **template_kwargs,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
+            "tools": list(tools) or None,
         }
-        return await self._in_thread(self._encode_chat, messages, options)
+        conversation = [
+            {"role": role, "content": content, **more.get(index, {})} for index, (role, content) in enumerate(messages)
+        ]
+        return await self._in_thread(self._encode_chat, conversation, options)
 
     async def encode_words(self, words: Sequence[str]) -> Sequence[Sequence[int]]:
         return await self._in_thread(word_sequences, words, lambda text: self._encode(text, False))
@@ -212,8 +235,19 @@ class HfTextService:
     async def differences(self, brought: BroughtTokenizer) -> list[FieldViolation]:
         return await self._in_thread(self._differences, brought)
 
-    def detokenizer(self, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
-        return WindowDetokenizer(self._decode if skip_special_tokens else self._decode_all, prompt_token_ids)
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True, kept: Sequence[str] = ()
+    ) -> Detokenizer:
+        decode = self._decode_all
+        if skip_special_tokens:
+            decode = self._decode_but(frozenset(kept) & self._special_ids.keys())
+        return WindowDetokenizer(decode, prompt_token_ids)
+
+    def _decode_but(self, kept: frozenset[str]) -> Callable[[Sequence[int]], str]:
+        if not kept:
+            return self._decode
+        skipped = frozenset(token_id for token, token_id in self._special_ids.items() if token not in kept)
+        return lambda ids: self._decode_all([token_id for token_id in ids if token_id not in skipped])
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         return await self._in_thread(self._decode_all, token_ids)
@@ -236,10 +270,9 @@ class HfTextService:
         found = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
         return list(found["input_ids"])
 
-    def _encode_chat(self, messages: Sequence[tuple[str, str]], options: Mapping[str, Any]) -> list[int]:
+    def _encode_chat(self, conversation: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
         import jinja2
 
-        conversation = [{"role": role, "content": content} for role, content in messages]
         try:
             text = self._tokenizer.apply_chat_template(conversation, tokenize=False, **options)
         except Exception as e:  # a template is a program: it may raise anything, by what the messages are

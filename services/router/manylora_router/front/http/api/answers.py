@@ -15,6 +15,7 @@ from manylora.v1 import common_pb2
 from manylora_shared.ids import QosClass
 from manylora_shared.transport.places import Places
 
+from manylora_router.dialect.dialect import Dialect
 from manylora_router.front.generation import generate
 from manylora_router.front.http import errors
 from manylora_router.front.http.api.asked import Form
@@ -45,6 +46,7 @@ class Door:
     intake: Intake
     calls: Calls
     text: TextService
+    dialect: Dialect
     admin: Mapping[str, Callable[..., Any]]  # AdminService's handlers
     places: Places
     getrandbits: Callable[[int], int]
@@ -87,6 +89,7 @@ class Shape(Protocol):
     id_prefix: str
     whole_name: str
     event_name: str
+    is_plain: bool  # events may be made without it, of text alone
 
     def offset(self, index: int) -> int:
         """Characters of a choice before its output."""
@@ -96,8 +99,8 @@ class Shape(Protocol):
 
     def choice(self, index: int, choice: Choice, prompt: Opened) -> dict[str, Any]: ...
 
-    def piece(self, index: int, piece: Choice) -> dict[str, Any]:
-        """A choice of one event."""
+    def piece(self, index: int, piece: Choice) -> dict[str, Any] | None:
+        """A choice of one event; None: there is nothing to tell."""
 
     def opening(self, index: int, prompt: Opened) -> dict[str, Any] | None:
         """What an event tells of a choice before its first text; None: nothing."""
@@ -278,7 +281,7 @@ class _Events:
         self._form = form
         self._shape = shape
         self._common = common
-        self._is_plain = not (form.has_logprobs or form.has_token_ids or form.has_usage_always)
+        self._is_plain = shape.is_plain and not (form.has_logprobs or form.has_token_ids or form.has_usage_always)
         self._around: dict[int, tuple[bytes, bytes]] = {}
         self._offsets: dict[int, int] = {}
 
@@ -294,7 +297,8 @@ class _Events:
         return self.piece(index, piece, usage)
 
     def piece(self, index: int, piece: Choice, usage: _Usage) -> bytes:
-        return self._event([self._shape.piece(index, piece)], usage if self._form.has_usage_always else None)
+        told = self._shape.piece(index, piece)
+        return b"" if told is None else self._event([told], usage if self._form.has_usage_always else None)
 
     def opening(self, index: int, prompt: Opened, usage: _Usage) -> bytes:
         opening = self._shape.opening(index, prompt)
@@ -313,9 +317,9 @@ class _Events:
         return b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
 
     def _prepare(self, index: int) -> tuple[bytes, bytes]:
-        before, _, after = self._event([self._shape.piece(index, Choice(_MARK))], None).partition(
-            json.dumps(_MARK).encode()
-        )
+        told = self._shape.piece(index, Choice(_MARK))
+        assert told is not None, "a plain shape tells every text"
+        before, _, after = self._event([told], None).partition(json.dumps(_MARK).encode())
         self._around[index] = before, after
         return before, after
 

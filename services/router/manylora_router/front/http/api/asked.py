@@ -30,9 +30,7 @@ API_KEY = "x-api-key"
 
 # They change no answer: read by nobody here, and no error.
 HARMLESS = (
-    "include_reasoning",
     "metadata",
-    "parallel_tool_calls",
     "prompt_cache_key",
     "prompt_cache_options",
     "prompt_cache_retention",

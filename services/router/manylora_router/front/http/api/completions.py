@@ -90,6 +90,7 @@ async def _text_of(request: RequestInput, exchange: Exchange, door: Door) -> str
 class TextShape:
     id_prefix = "cmpl-"
     whole_name = event_name = "text_completion"
+    is_plain = True
 
     def __init__(self, form: Form, logprobs: Logprobs, echoed: Sequence[str], n: int) -> None:
         """`echoed`: the prompts' texts, where answers begin with them."""

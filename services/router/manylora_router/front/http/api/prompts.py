@@ -3,56 +3,109 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from manylora_router.dialect.dialect import Dialect
+from manylora_router.front.http.api.tooling import Tools, read_calls
 from manylora_router.front.http.fields import Fields
 from manylora_router.guard.admission import MAX_CHAT_MESSAGES, ChatPrompt
 
 _ROLES = {"developer": "system"}  # what OpenAI calls it now; templates know the older word
-_NO_TOOL_CALLS: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("tool_calls", ([],)),
-    ("tool_call_id", ()),
-    ("function_call", ()),
-    ("audio", ()),
-)
 # of a message: of no meaning to a model
-_IGNORED = ("name", "refusal", "annotations", "reasoning", "reasoning_content")
+_IGNORED = ("refusal", "annotations")
 
 
-def read_messages(
-    fields: Fields, name: str = "messages", *, kinds: Collection[str] = ("text",), ignored: Collection[str] = ()
-) -> list[tuple[str, str]]:
-    """Roles and texts. What is wrong is gathered in `fields`.
+class Conversation:
+    """Messages as templates take them, one after the other."""
 
-    Args:
-        kinds: types of parts that are texts.
-        ignored: further members of a message.
-    """
+    def __init__(self) -> None:
+        self.messages: list[tuple[str, str]] = []
+        self.more: dict[int, dict[str, Any]] = {}
+        self._names: dict[str, str] = {}  # of calls, by their ids
+
+    def say(self, role: str, text: str, *, reasoning: str = "") -> None:
+        self.messages.append((role, text))
+        if reasoning:
+            self._tell(reasoning_content=reasoning)
+
+    def call(self, call_id: str, name: str, arguments: Mapping[str, Any]) -> None:
+        """Of the last message, which is the assistant's."""
+        self._names[call_id] = name
+        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        earlier = self.more.get(len(self.messages) - 1, {}).get("tool_calls", [])
+        self._tell(tool_calls=[*earlier, call])
+
+    def result(self, call_id: str, text: str, name: str = "") -> None:
+        self.messages.append(("tool", text))
+        self._tell(tool_call_id=call_id)
+        if name := name or self._names.get(call_id, ""):
+            self._tell(name=name)
+
+    def _tell(self, **members: Any) -> None:
+        self.more.setdefault(len(self.messages) - 1, {}).update(members)
+
+    def check(self, fields: Fields, name: str, dialect: Dialect) -> None:
+        """That the template reads all of it."""
+        if any(role == "tool" for role, _ in self.messages) and "tool" not in dialect.words:
+            fields.wrong(name, "has results of tools, which the model's chat template does not take")
+        if any("tool_calls" in more for more in self.more.values()) and "tool_calls" not in dialect.words:
+            fields.wrong(name, "has calls of tools, which the model's chat template does not take")
+
+    def prompt(self, **more: Any) -> ChatPrompt:
+        return ChatPrompt(self.messages, more=self.more, **more)
+
+
+def read_messages(fields: Fields, dialect: Dialect) -> Conversation:
+    """OpenAI's. What is wrong is gathered in `fields`."""
+    found = Conversation()
+    for message in each_of(fields, "messages"):
+        message.ignore(*_IGNORED)
+        read_message(message, found)
+    found.check(fields, "messages", dialect)
+    return found
+
+
+def read_message(message: Fields, found: Conversation, kinds: Collection[str] = ("text",)) -> None:
+    """`kinds`: types of parts that are texts."""
+    role, text = _role(message), read_text(message, "content", kinds)
+    name, call_id = message.text("name"), message.text("tool_call_id")
+    reasoning = message.text("reasoning_content") or message.text("reasoning")
+    if role == "tool":
+        found.result(call_id, text, name)
+    else:
+        found.say(role, text, reasoning=reasoning if role == "assistant" else "")
+    if call_id and role != "tool":
+        message.wrong("tool_call_id", "is of the role tool alone")
+    calls = read_calls(message)
+    if calls and role != "assistant":
+        message.wrong("tool_calls", "are the assistant's alone")
+    for call in calls:
+        found.call(*call)
+    message.only("function_call")
+    message.only("audio")
+    message.close()
+
+
+def each_of(fields: Fields, name: str) -> Iterator[Fields]:
+    """The objects of a list with at least one."""
     given = fields.raw(name)
     if not isinstance(given, list) or not given:
         fields.wrong(name, "must be a list of at least one message")
-        return []
-    found = []
+        return
     for index, each in enumerate(itertools.islice(given, MAX_CHAT_MESSAGES + 1)):
         path = f"{name}[{index}]"
         if not isinstance(each, dict):
             fields.wrong(path, "must be an object with role and content")
-            break
-        message = Fields(each, f"{path}.", fields.found)
-        message.ignore(*_IGNORED, *ignored)
-        found.append((_role(message), read_text(message, "content", kinds)))
-        for member, neutral in _NO_TOOL_CALLS:
-            message.only(member, *neutral)
-        message.close()
-    return found
+            return
+        yield Fields(each, f"{fields.path}{path}.", fields.found)
 
 
-def chat_prompt(fields: Fields) -> ChatPrompt:
+def chat_prompt(fields: Fields, dialect: Dialect, tools: Tools) -> ChatPrompt:
     """With what a template can be told besides."""
     opens = fields.peek("add_generation_prompt")
-    return ChatPrompt(
-        read_messages(fields),
+    return read_messages(fields, dialect).prompt(
+        tools=tools.offered,
         continue_final_message=fields.flag("continue_final_message"),
         add_generation_prompt=fields.flag("add_generation_prompt") if opens is not None else None,
         template_kwargs=fields.members_of("chat_template_kwargs"),

@@ -9,23 +9,24 @@ from typing import Any
 
 from manylora_shared.errors import ManyloraError
 
+from manylora_router.dialect.blocks import Block, Kind
+from manylora_router.dialect.dialect import Dialect
 from manylora_router.front.http import errors
 from manylora_router.front.http.api import asked
 from manylora_router.front.http.api.answers import Door
 from manylora_router.front.http.api.asked import Form
-from manylora_router.front.http.api.prompts import read_messages
+from manylora_router.front.http.api.prompts import Conversation, each_of, read_message, read_text
 from manylora_router.front.http.api.telling import Told, event, tell
+from manylora_router.front.http.api.tooling import Reading, read_arguments, read_tools
 from manylora_router.front.http.exchange import Exchange
 from manylora_router.front.http.fields import Fields
-from manylora_router.guard.admission import ChatPrompt, RequestInput
+from manylora_router.guard.admission import RequestInput
 
 _NOT_BUILT: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("previous_response_id", ()),
     ("conversation", ()),
     ("background", (False,)),
     ("prompt", ()),
-    ("tools", ([],)),
-    ("tool_choice", ("auto", "none")),
     ("include", ([],)),
     ("reasoning", ({}, {"effort": None}, {"effort": "none"})),
     ("top_logprobs", (0,)),
@@ -37,7 +38,6 @@ _NOT_BUILT: tuple[tuple[str, tuple[Any, ...]], ...] = (
 _UNSAID: dict[str, Any] = {
     "background": False,
     "max_tool_calls": None,
-    "parallel_tool_calls": False,
     "previous_response_id": None,
     "prompt_cache_key": None,
     "reasoning": {"effort": None, "summary": None},
@@ -45,8 +45,6 @@ _UNSAID: dict[str, Any] = {
     "service_tier": "default",
     "store": False,
     "text": {"format": {"type": "text"}},
-    "tool_choice": "auto",
-    "tools": [],
     "top_logprobs": 0,
     "truncation": "disabled",
 }
@@ -59,6 +57,9 @@ _BEGUN: dict[str, Any] = {
     "usage": None,
 }
 _KINDS = ("input_text", "output_text", "text")
+_NAMES = {Kind.TEXT: "output_text", Kind.REASONING: "reasoning_text", Kind.CALL: "function_call_arguments"}
+_PREFIXES = {Kind.TEXT: "msg", Kind.REASONING: "rs", Kind.CALL: "fc"}
+_IGNORED = ("type", "id", "status", "phase", "refusal", "annotations")
 
 
 class _Errors(errors.ErrorForm):
@@ -74,17 +75,19 @@ class _Errors(errors.ErrorForm):
 
 
 async def respond(exchange: Exchange, door: Door) -> None:
-    request, form, said = _read(await door.read(exchange), exchange, door)
+    request, form, said, reading = _read(await door.read(exchange), exchange, door)
     numbers = itertools.count()
     exchange.form = _Errors(numbers)
-    telling = _Response(form.model, request, said, door.now_unix_s, numbers)
-    await tell(door, exchange, request, telling, is_stream=form.is_stream)
+    telling = _Response(form.model, request, said, door.now_unix_s, numbers, reading)
+    await tell(door, exchange, request, telling, reading, is_stream=form.is_stream)
 
 
-def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[RequestInput, Form, dict[str, Any]]:
+def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[RequestInput, Form, dict[str, Any], Reading]:
     """And what the response repeats. Raises InvalidRequest."""
     instructions = fields.text("instructions")
-    messages = _input(fields)
+    conversation = _conversation(fields, instructions, door.dialect)
+    tools = read_tools(fields, door.dialect, is_flat=True)
+    reading = Reading(door.dialect, tools, door.text, exchange.request_id)
     max_tokens = fields.integer("max_output_tokens", at_least=1)
     text = fields.inner("text")
     text.only("format", {"type": "text"})
@@ -100,21 +103,58 @@ def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[RequestInput,
     fields.close()
     exchange.names = {**form.names, "max_tokens": "max_output_tokens", "messages": "input"}
     fields.check()
-    prompt = ChatPrompt([("system", instructions), *messages] if instructions else messages)
-    said = {"instructions": instructions or None, "metadata": metadata, "max_output_tokens": max_tokens}
-    return replace(request, prompt=prompt, n=1, request_id=exchange.request_id), form, said
+    said = {
+        "instructions": instructions or None,
+        "metadata": metadata,
+        "max_output_tokens": max_tokens,
+        "parallel_tool_calls": tools.most_calls is None,
+        "tool_choice": fields.peek("tool_choice") or "auto",
+        "tools": [{"strict": None, "description": None, **tool} for tool in fields.peek("tools") or ()],
+    }
+    request = replace(
+        request,
+        prompt=conversation.prompt(tools=tools.offered),
+        n=1,
+        request_id=exchange.request_id,
+        kept_tokens=reading.kept_tokens,
+    )
+    return request, form, said, reading
 
 
-def _input(fields: Fields) -> list[tuple[str, str]]:
+def _conversation(fields: Fields, instructions: str, dialect: Dialect) -> Conversation:
+    found = Conversation()
+    if instructions:
+        found.say("system", instructions)
     if isinstance(fields.peek("input"), str):
-        return [("user", fields.text("input"))]
-    given = fields.peek("input")
-    for index, item in enumerate(given if isinstance(given, list) else ()):
-        if isinstance(item, dict) and item.get("type", "message") != "message":
-            fields.ignore("input")
-            fields.wrong(f"input[{index}]", "must be a message: no other item is supported")
-            return []
-    return read_messages(fields, "input", kinds=_KINDS, ignored=("type", "id", "status", "phase"))
+        found.say("user", fields.text("input"))
+        return found
+    thoughts: list[str] = []
+    for item in each_of(fields, "input"):
+        item.ignore(*_IGNORED)
+        match item.peek("type") or "message":
+            case "message":
+                read_message(item, found, _KINDS)
+            case "function_call":
+                if not found.messages or found.messages[-1][0] != "assistant":
+                    found.say("assistant", "", reasoning="\n".join(thoughts))
+                found.call(item.text("call_id"), item.text("name"), read_arguments(item))
+                item.ignore("namespace", "caller")
+                item.close()
+            case "function_call_output":
+                found.result(item.text("call_id"), read_text(item, "output", _KINDS))
+                item.ignore("caller", "name")
+                item.close()
+            case "reasoning":
+                item.ignore("summary", "encrypted_content")
+                thoughts = [read_text(item, "content", ("reasoning_text",))]
+                item.close()
+                continue
+            case _:
+                item.wrong("type", "is none that is read here")
+                break
+        thoughts = []
+    found.check(fields, "input", dialect)
+    return found
 
 
 class _Response:
@@ -127,10 +167,11 @@ class _Response:
         said: Mapping[str, Any],
         now_unix_s: Callable[[], float],
         numbers: itertools.count[int],
+        reading: Reading,
     ) -> None:
         self._now_unix_s = now_unix_s
         self._numbers = numbers
-        self._item_id = f"msg_{request.request_id}"
+        self._reading = reading
         self._common = {
             "id": f"resp_{request.request_id}",
             "object": "response",
@@ -144,44 +185,52 @@ class _Response:
             **_UNSAID,
             **said,
         }
-        self._place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
 
     def begin(self, told: Told) -> bytes:
         begun = {**self._common, **_BEGUN}
-        item = {**self._item("", "in_progress"), "content": []}
-        return b"".join(
-            [
-                self._event("response.created", response=begun),
-                self._event("response.in_progress", response=begun),
-                self._event("response.output_item.added", output_index=0, item=item),
-                self._event("response.content_part.added", **self._place, part=_part("")),
-            ]
+        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+
+    def open(self, index: int, block: Block) -> bytes:
+        item = self._item(index, Block(block.kind, name=block.name, number=block.number), "in_progress")
+        part = [] if block.kind is Kind.CALL else item["content"]
+        item |= {} if block.kind is Kind.CALL else {"content": []}
+        place = self._place(index, block)
+        return self._event("response.output_item.added", output_index=index, item=item) + b"".join(
+            self._event("response.content_part.added", **place, part=each) for each in part
         )
 
-    def text(self, text: str) -> bytes:
-        return self._event("response.output_text.delta", **self._place, delta=text, logprobs=[])
+    def delta(self, index: int, block: Block, text: str) -> bytes:
+        more: dict[str, Any] = {"logprobs": []} if block.kind is Kind.TEXT else {}
+        return self._event(f"response.{_NAMES[block.kind]}.delta", **self._place(index, block), delta=text, **more)
+
+    def close(self, index: int, block: Block) -> bytes:
+        is_call = block.kind is Kind.CALL
+        item, place = self._item(index, block, _status(block)), self._place(index, block)
+        told = {"arguments": block.text, "name": block.name} if is_call else {"text": block.text}
+        more: dict[str, Any] = {"logprobs": []} if block.kind is Kind.TEXT else {}
+        done = self._event(f"response.{_NAMES[block.kind]}.done", **place, **told, **more)
+        if not is_call:
+            done += self._event("response.content_part.done", **place, part=item["content"][0])
+        return done + self._event("response.output_item.done", output_index=index, item=item)
 
     def end(self, told: Told) -> bytes:
         whole = self.whole(told)
-        [item] = whole["output"]
-        return b"".join(
-            [
-                self._event("response.output_text.done", **self._place, text=told.text, logprobs=[]),
-                self._event("response.content_part.done", **self._place, part=_part(told.text)),
-                self._event("response.output_item.done", output_index=0, item=item),
-                self._event(f"response.{whole['status']}", response=whole),
-            ]
-        )
+        return self._event(f"response.{whole['status']}", response=whole)
 
     def whole(self, told: Told) -> dict[str, Any]:
         status = "incomplete" if told.is_cut else "completed"
-        usage = told.usage
+        usage, blocks = told.usage, told.blocks.all or [Block(Kind.TEXT)]
+        last = len(blocks) - 1
+        output = [
+            self._item(index, block, status if index == last and block.kind is Kind.TEXT else _status(block))
+            for index, block in enumerate(blocks)
+        ]
         return {
             **self._common,
             "status": status,
             "completed_at": None if told.is_cut else int(self._now_unix_s()),
             "incomplete_details": {"reason": "max_output_tokens"} if told.is_cut else None,
-            "output": [self._item(told.text, status)],
+            "output": output,
             "usage": {
                 "input_tokens": usage.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": usage.cached_prompt_tokens, "cache_write_tokens": 0},
@@ -191,17 +240,32 @@ class _Response:
             },
         }
 
-    def _item(self, text: str, status: str) -> dict[str, Any]:
-        return {
-            "id": self._item_id,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": [_part(text)],
-        }
+    def _item_id(self, index: int, block: Block) -> str:
+        return f"{_PREFIXES[block.kind]}_{self._reading.request_id}" + (f"_{index}" if index else "")
 
-    def _event(self, name: str, **more: Any) -> bytes:
+    def _place(self, index: int, block: Block) -> dict[str, Any]:
+        place = {"item_id": self._item_id(index, block), "output_index": index}
+        return place if block.kind is Kind.CALL else {**place, "content_index": 0}
+
+    def _item(self, index: int, block: Block, status: str) -> dict[str, Any]:
+        common = {"id": self._item_id(index, block), "status": status}
+        match block.kind:
+            case Kind.TEXT:
+                return {**common, "type": "message", "role": "assistant", "content": [_part(block.text)]}
+            case Kind.REASONING:
+                content = [{"type": "reasoning_text", "text": block.text}]
+                return {**common, "type": "reasoning", "summary": [], "content": content}
+            case Kind.CALL:
+                call_id = self._reading.call_id(0, block.number)
+                told = {"type": "function_call", "call_id": call_id, "name": block.name, "arguments": block.text}
+                return {**common, **told}
+
+    def _event(self, name: str, /, **more: Any) -> bytes:
         return event({"type": name, "sequence_number": next(self._numbers), **more})
+
+
+def _status(block: Block) -> str:
+    return "incomplete" if block.kind is Kind.CALL and not block.is_whole else "completed"
 
 
 def _part(text: str) -> dict[str, Any]:

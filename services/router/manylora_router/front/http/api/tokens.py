@@ -8,6 +8,7 @@ from typing import Any
 from manylora_router.front.http.api import asked
 from manylora_router.front.http.api.answers import Door
 from manylora_router.front.http.api.prompts import chat_prompt
+from manylora_router.front.http.api.tooling import read_tools
 from manylora_router.front.http.exchange import Exchange
 from manylora_router.guard.admission import Prompt, TextPrompt, TokenPrompt
 
@@ -17,7 +18,7 @@ async def tokenize(exchange: Exchange, door: Door) -> None:
     fields.text("model")
     prompt: Prompt
     if fields.raw("messages") is not None:
-        prompt = chat_prompt(fields)
+        prompt = chat_prompt(fields, door.dialect, read_tools(fields, door.dialect))
         fields.only("add_special_tokens", False)
     else:
         prompt = TextPrompt(fields.text("prompt"), fields.flag("add_special_tokens", True))

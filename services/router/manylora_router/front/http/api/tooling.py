@@ -1,0 +1,175 @@
+"""Tools of a request in the endpoints' shapes, and what answers to it are read with."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from manylora_router.dialect.dialect import AnswerReader, Dialect
+from manylora_router.dialect.json_scan import JsonScanner
+from manylora_router.front.http.fields import Fields, is_unicode
+from manylora_router.text.service import TextService
+
+MAX_TOOLS = 128
+MAX_SCHEMA_DEPTH = 64
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+_PROMPT_END_TOKENS = 8  # of which the mark that begins reasoning is made, and the white space behind it
+
+
+@dataclass(frozen=True)
+class Tools:
+    offered: Sequence[Mapping[str, Any]] = ()  # as templates take them
+    names: frozenset[str] = frozenset()
+    most_calls: int | None = None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the answers to one request are read."""
+
+    dialect: Dialect
+    tools: Tools
+    text: TextService
+    request_id: str
+    tells_reasoning: bool = True
+
+    @property
+    def is_plain(self) -> bool:
+        """There is nothing in an answer but text."""
+        return self.dialect.thinking is None and not self.tools.names
+
+    @property
+    def kept_tokens(self) -> Sequence[str]:
+        return () if self.is_plain else self.dialect.marks
+
+    def reader(self, prompt_token_ids: Sequence[int]) -> AnswerReader:
+        end = "".join(self.text.token(token_id) for token_id in prompt_token_ids[-_PROMPT_END_TOKENS:])
+        return self.dialect.reader(self.tools.names, end, most_calls=self.tools.most_calls)
+
+    def call_id(self, choice: int, number: int) -> str:
+        family = self.dialect.family
+        assert family is not None, "there are no calls that nobody read"
+        digest = hashlib.sha256(f"{self.request_id}/{choice}/{number}".encode()).hexdigest()
+        return family.id_prefix + digest[: family.id_chars]
+
+
+def read_tools(fields: Fields, dialect: Dialect, *, is_flat: bool = False) -> Tools:
+    """OpenAI's. `is_flat`: a tool's members are its function's, as in responses."""
+    parallel = fields.flag("parallel_tool_calls", True)
+    found = [_function(tool, is_flat) for tool in _tools(fields, dialect)]
+    fields.only("tool_choice", "auto", "none")
+    return _offered(found, fields.peek("tool_choice") == "none", parallel)
+
+
+def read_anthropic_tools(fields: Fields, dialect: Dialect) -> Tools:
+    found = []
+    for tool in _tools(fields, dialect):
+        tool.only("type", "custom")
+        tool.ignore("cache_control", "eager_input_streaming")
+        for name in ("allowed_callers", "defer_loading", "input_examples", "strict"):
+            tool.only(name, False, [], ["direct"])
+        found.append(_named(tool, "input_schema"))
+    choice = fields.inner("tool_choice")
+    choice.only("type", "auto", "none")
+    is_serial = choice.flag("disable_parallel_tool_use")
+    choice.close()
+    return _offered(found, choice.peek("type") == "none", not is_serial)
+
+
+def is_shallow(value: Any) -> bool:
+    left = [(value, 1)]
+    while left:
+        each, depth = left.pop()
+        if depth > MAX_SCHEMA_DEPTH:
+            return False
+        if isinstance(each, dict | list):
+            left += [(inner, depth + 1) for inner in (each.values() if isinstance(each, dict) else each)]
+    return True
+
+
+def _tools(fields: Fields, dialect: Dialect) -> list[Fields]:
+    given = fields.raw("tools")
+    if given is None or given == []:
+        return []
+    if not isinstance(given, list) or len(given) > MAX_TOOLS or not all(isinstance(each, dict) for each in given):
+        fields.wrong("tools", f"must be a list of at most {MAX_TOOLS} objects")
+    elif not is_shallow(given) or not is_unicode(json.dumps(given, ensure_ascii=False)):
+        fields.wrong("tools", f"is deeper than {MAX_SCHEMA_DEPTH}, or has half of a surrogate pair")
+    elif not dialect.takes_tools:
+        fields.wrong("tools", "is nothing that the model's chat template takes")
+    elif dialect.family is None:
+        fields.wrong("tools", "is not supported: calls in this model's answers are not read (router's --tool-parser)")
+    else:
+        return [Fields(each, f"{fields.path}tools[{i}].", fields.found) for i, each in enumerate(given)]
+    return []
+
+
+def _function(tool: Fields, is_flat: bool) -> dict[str, Any]:
+    tool.only("type", "function")
+    if is_flat:
+        tool.ignore("strict")
+        return _named(tool, "parameters")
+    function = tool.inner("function")
+    tool.close()
+    function.ignore("strict")
+    return _named(function, "parameters")
+
+
+def _named(function: Fields, parameters: str) -> dict[str, Any]:
+    name, description = function.text("name"), function.text("description")
+    if not _NAME.fullmatch(name):
+        function.wrong("name", "must be 1 to 128 letters, digits, dots, dashes or underscores")
+    found: dict[str, Any] = {"name": name}
+    if description:
+        found["description"] = description
+    found["parameters"] = function.members_of(parameters) or _NO_PARAMETERS
+    function.close()
+    return found
+
+
+def _offered(functions: Sequence[Mapping[str, Any]], is_none: bool, parallel: bool) -> Tools:
+    """With the choice `none` the model is not told of them."""
+    if is_none or not functions:
+        return Tools()
+    offered = [{"type": "function", "function": function} for function in functions]
+    return Tools(offered, frozenset(function["name"] for function in functions), None if parallel else 1)
+
+
+def read_calls(message: Fields, name: str = "tool_calls") -> list[tuple[str, str, dict[str, Any]]]:
+    """Ids, names and arguments of an earlier answer's calls, in OpenAI's shape."""
+    given = message.raw(name)
+    found: list[tuple[str, str, dict[str, Any]]] = []
+    if given is not None and not isinstance(given, list):
+        message.wrong(name, "must be a list of calls")
+    for index, each in enumerate(itertools.islice(given if isinstance(given, list) else (), MAX_TOOLS)):
+        path = f"{name}[{index}]"
+        if not isinstance(each, dict):
+            message.wrong(path, "must be an object")
+            break
+        call = Fields(each, f"{message.path}{path}.", message.found)
+        call.only("type", "function")
+        call.ignore("index")
+        function = call.inner("function")
+        found.append((call.text("id"), function.text("name"), read_arguments(function)))
+        function.close()
+        call.close()
+    return found
+
+
+def read_arguments(call: Fields) -> dict[str, Any]:
+    text = call.text("arguments", "{}")
+    scanner = JsonScanner()
+    if not text.lstrip().startswith("{") or scanner.scan(text.strip()) < len(text.strip()) or not scanner.is_done:
+        call.wrong("arguments", "must be the text of a JSON object")
+        return {}
+    found: dict[str, Any] = json.loads(text)
+    if is_unicode(json.dumps(found, ensure_ascii=False)):
+        return found
+    call.wrong("arguments", "has half of a surrogate pair: it is no Unicode text")
+    return {}

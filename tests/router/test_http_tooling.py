@@ -1,0 +1,266 @@
+"""Tools and reasoning through every endpoint, as the clients' own packages read them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from anthropic.types import Message
+from http_fakes import Front, http_front
+from manylora_router.dialect.dialect import Dialect
+from manylora_router.front.http.api.tooling import read_anthropic_tools, read_tools
+from manylora_router.front.http.fields import Fields
+from manylora_sim.fake_text import FakeText
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+from router_fakes import say
+
+TEMPLATE = "{% if tools %}<tool_call>{% endif %}{{ 'tool' }}{{ m.tool_calls }}{{ enable_thinking }}</think>"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+FUNCTION = {"name": "weather", "description": "Of a city.", "parameters": SCHEMA}
+TOOLS: Any = [{"type": "function", "function": FUNCTION}]
+FLAT: Any = [{"type": "function", "strict": None, **FUNCTION}]
+ANTHROPICS: Any = [{"name": "weather", "description": "Of a city.", "input_schema": SCHEMA}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+ANSWER = f"<think>\nWhere?\n</think>\n\nI look.\n{CALL}\n{CALL}"
+BROKEN = '<tool_call>{"name": "weather", "arguments": {"city": oops}}</tool_call>'
+HI: Any = [{"role": "user", "content": "hi"}]
+MOST = 200
+
+
+def front_of(answer: str, template: str = TEMPLATE) -> Any:
+    return http_front(say(answer, per_frame=3), text=FakeText(chat_template=template))
+
+
+def anthropic_of(front: Front) -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(base_url=front.url, api_key=front.key, max_retries=0)
+
+
+def prompt_of(front: Front) -> str:
+    [executed] = [request for worker in front.cluster.workers for request in worker.executed]
+    return bytes(token_id - 3 for token_id in executed.prompt_token_ids).decode()
+
+
+async def test_a_whole_chat_answer() -> None:
+    async with front_of(ANSWER) as front, front.openai() as client:
+        raw = await client.chat.completions.with_raw_response.create(
+            model="tiny", messages=HI, tools=TOOLS, max_tokens=MOST, tool_choice="auto"
+        )
+        answer = ChatCompletion.model_validate_json(raw.content, strict=True)
+        assert prompt_of(front) == "tool weather\nuser: hi\n"
+    [choice] = answer.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.")
+    assert choice.message.reasoning_content == "Where?"  # type: ignore[attr-defined]
+    calls: Any = choice.message.tool_calls
+    assert [(each.function.name, each.function.arguments) for each in calls] == [("weather", '{"city": "Paris"}')] * 2
+    assert len({each.id for each in calls}) == 2
+    assert all(each.id.startswith("call_") for each in calls)
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+async def test_a_streamed_chat_answer_adds_up(one_by_one: bool) -> None:
+    async with front_of(ANSWER) as front, front.openai() as client:
+        raw = await client.chat.completions.with_raw_response.create(
+            model="tiny", messages=HI, tools=TOOLS, max_tokens=MOST, stream=True, parallel_tool_calls=not one_by_one
+        )
+        lines = [line async for line in raw.http_response.aiter_lines() if line]
+        chunks = [ChatCompletionChunk.model_validate_json(line[6:], strict=True) for line in lines[:-1]]
+        whole: Any = await client.chat.completions.create(model="tiny", messages=HI, tools=TOOLS, max_tokens=MOST)
+    deltas: Any = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(delta.content or "" for delta in deltas) == "I look."
+    assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "Where?"
+    entries = [entry for delta in deltas for entry in delta.tool_calls or ()]
+    count = 1 if one_by_one else 2
+    assert [(e.index, e.function.name, e.type) for e in entries if e.id] == [
+        (i, "weather", "function") for i in range(count)
+    ]
+    assert len(entries) > 2 * count
+    for index in range(count):
+        given = "".join(e.function.arguments for e in entries if e.index == index)
+        assert given == whole.choices[0].message.tool_calls[index].function.arguments
+    assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] == ["tool_calls"]
+
+
+async def test_the_sdks_own_stream_helper_reads_it() -> None:
+    async with (
+        front_of(ANSWER) as front,
+        front.openai() as client,
+        client.chat.completions.stream(model="tiny", messages=HI, tools=TOOLS, max_tokens=MOST) as stream,
+    ):
+        final: Any = await stream.get_final_completion()
+    assert [call.function.name for call in final.choices[0].message.tool_calls] == ["weather"] * 2
+
+
+async def test_malformed_calls_are_text_and_cut_ones_end_by_length() -> None:
+    async with front_of(BROKEN) as front, front.openai() as client:
+        answer: Any = await client.chat.completions.create(model="tiny", messages=HI, tools=TOOLS, max_tokens=MOST)
+        assert (answer.choices[0].message.content, answer.choices[0].message.tool_calls) == (BROKEN, None)
+        assert answer.choices[0].finish_reason == "stop"
+        stream = await client.chat.completions.create(
+            model="tiny", messages=HI, tools=TOOLS, max_tokens=MOST, stream=True
+        )
+        chunks: Any = [chunk async for chunk in stream]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "oops}}</tool_call>"
+        assert chunks[-1].choices[0].finish_reason == "stop"
+    async with front_of(CALL) as front, front.openai() as client:
+        cut: Any = await client.chat.completions.create(model="tiny", messages=HI, tools=TOOLS, max_tokens=60)
+        assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == (CALL[:60], "length")
+
+
+async def test_without_tools_nothing_is_read_but_reasoning() -> None:
+    async with front_of(ANSWER) as front, front.openai() as client:
+        for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+            plain: Any = await client.chat.completions.create(
+                model="tiny", messages=HI, max_tokens=MOST, **more, extra_body={"include_reasoning": False}
+            )
+            assert plain.choices[0].message.content == f"I look.\n{CALL}\n{CALL}"
+            assert not hasattr(plain.choices[0].message, "reasoning_content")
+        prompts = {bytes(r.prompt_token_ids) for worker in front.cluster.workers for r in worker.executed}
+        assert len(prompts) == 1
+
+
+async def test_a_conversation_with_calls_reaches_the_template() -> None:
+    calls = [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}]
+    said: Any = [
+        *HI,
+        {"role": "assistant", "content": None, "tool_calls": calls, "reasoning_content": "hm"},
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+    ]
+    rendered = {**calls[0], "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+    lines = [
+        "user: hi",
+        f"assistant: {json.dumps({'reasoning_content': 'hm', 'tool_calls': [rendered]})}",
+        f"tool: sunny{json.dumps({'tool_call_id': 'c1', 'name': 'weather'})}",
+        "",
+    ]
+    async with front_of("ok") as front, front.openai() as client:
+        await client.chat.completions.create(model="tiny", messages=said)
+        assert prompt_of(front) == "\n".join(lines)
+    items: Any = [
+        {"role": "user", "content": "hi"},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Paris"}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+    ]
+    async with front_of("ok") as front, front.openai() as client:
+        await client.responses.create(model="tiny", input=items)
+        assert prompt_of(front) == "\n".join(lines)
+    blocks: Any = [
+        *HI,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": ""},
+                {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Paris"}},
+            ],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "sunny"}]},
+    ]
+    async with front_of("ok") as front, anthropic_of(front) as client:
+        await client.messages.create(model="tiny", messages=blocks, max_tokens=9)
+        assert prompt_of(front) == "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 7}}]}, "tools[0].function.parameters"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"),
+        ({"tools": 7}, "tools"),
+        ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[" * 99999}}]}
+                ]
+            },
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+async def test_what_is_wrong_is_named(body: dict[str, Any], param: str) -> None:
+    async with front_of("ok") as front, front.openai() as client:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.post("/chat/completions", cast_to=dict, body={"model": "tiny", "messages": HI, **body})
+        assert refused.value.param == param
+
+
+async def test_a_template_that_takes_no_tools_says_so() -> None:
+    called = [{"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}]
+    said: Any = [
+        *HI,
+        {"role": "assistant", "tool_calls": called},
+        {"role": "tool", "content": "x", "tool_call_id": "c"},
+    ]
+    async with front_of("ok", "{{ messages }}") as front, front.openai() as client:
+        for more, words in (
+            ({"messages": HI, "tools": TOOLS}, "tools: .*template"),
+            ({"messages": said}, "results of"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=words):
+                await client.chat.completions.create(model="tiny", **more)  # type: ignore[call-overload]
+    async with front_of("ok", "{{ tools }}") as front, front.openai() as client:
+        with pytest.raises(openai.BadRequestError, match="--tool-parser"):
+            await client.chat.completions.create(model="tiny", messages=HI, tools=TOOLS)
+
+
+async def test_responses() -> None:
+    events: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    async with front_of(ANSWER) as front, front.openai() as client:
+        raw = await client.responses.with_raw_response.create(
+            model="tiny", input="hi", tools=FLAT, max_output_tokens=MOST
+        )
+        whole = Response.model_validate_json(raw.content, strict=True)
+        streamed = await client.responses.with_raw_response.create(
+            model="tiny", input="hi", tools=FLAT, max_output_tokens=MOST, stream=True
+        )
+        lines = [line async for line in streamed.http_response.aiter_lines() if line.startswith("data")]
+    output: Any = whole.output
+    assert [item.type for item in output] == ["reasoning", "message", "function_call", "function_call"]
+    assert output[0].content[0].text == "Where?"
+    assert (whole.output_text, output[2].name, output[2].arguments) == ("I look.", "weather", '{"city": "Paris"}')
+    assert whole.tools[0].type == "function"
+    told = [events.validate_json(line.removeprefix("data: "), strict=True) for line in lines]
+    assert [event.sequence_number for event in told] == list(range(len(told)))
+    last = told[-1].response
+    assert [item.type for item in last.output] == [item.type for item in whole.output]
+    arguments = [e.delta for e in told if e.type == "response.function_call_arguments.delta" and e.output_index == 3]
+    assert "".join(arguments) == output[3].arguments
+    added = [event.output_index for event in told if event.type == "response.output_item.added"]
+    assert added == [event.output_index for event in told if event.type == "response.output_item.done"] == [0, 1, 2, 3]
+
+
+async def test_anthropics_messages() -> None:
+    async with front_of(ANSWER) as front, anthropic_of(front) as client:
+        raw = await client.messages.with_raw_response.create(
+            model="tiny", max_tokens=MOST, messages=HI, tools=ANTHROPICS, thinking={"type": "adaptive"}
+        )
+        message = Message.model_validate_json(await raw.http_response.aread(), strict=True)
+        async with client.messages.stream(model="tiny", max_tokens=MOST, messages=HI, tools=ANTHROPICS) as stream:
+            final = await stream.get_final_message()
+    for each in (message, final):
+        content: Any = each.content
+        assert [block.type for block in content] == ["thinking", "text", "tool_use", "tool_use"]
+        assert (content[0].thinking, content[1].text) == ("Where?", "I look.")
+        assert (content[2].name, content[2].input) == ("weather", {"city": "Paris"})
+        assert each.stop_reason == "tool_use"
+
+
+def test_both_shapes_are_the_same_to_a_template() -> None:
+    dialect = Dialect.of(TEMPLATE)
+    found = [
+        read_tools(Fields({"tools": TOOLS}), dialect),
+        read_tools(Fields({"tools": FLAT}), dialect, is_flat=True),
+        read_anthropic_tools(Fields({"tools": ANTHROPICS}), dialect),
+    ]
+    assert found[0] == found[1] == found[2]
+    assert found[0].offered == TOOLS
+    serial = Fields({"tools": ANTHROPICS, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}})
+    assert read_anthropic_tools(serial, dialect).most_calls == 1
+    assert serial.found == []
