@@ -5,6 +5,8 @@ from __future__ import annotations
 TENANT_KEY = "x-tenant-id"
 CLASS_KEY = "x-request-class"
 ADAPTER_KEY = "x-adapter-id"
+CONVERSATION_KEY = "x-conversation-id"  # and user: who keeps an adapter's version in a rollout
+USER_KEY = "x-user-id"
 PRIORITY_KEY = "x-priority"
 IDEMPOTENCY_KEY = "idempotency-key"
 TRACEPARENT_KEY = "traceparent"

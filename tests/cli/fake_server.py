@@ -36,6 +36,7 @@ class FakeRouter:
     adapters: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
     store_paths: dict[tuple[str, str], str] = field(default_factory=dict)
     damaged: set[str] = field(default_factory=set)
+    line_changes: list[Any] = field(default_factory=list)
     largest_chunk_bytes: int = 0
     failures_left: int = 0
     cancelled: int = 0
@@ -60,6 +61,11 @@ class FakeRouter:
                     "ListAdapters": self.list_adapters,
                     "RemoveAdapter": self.remove_adapter,
                     "VerifyAdapters": self.verify_adapters,
+                    "RolloutAdapter": self.change_line,
+                    "PromoteAdapter": self.change_line,
+                    "RollbackAdapter": self.change_line,
+                    "RetireAdapter": self.change_line,
+                    "GetAdapterLine": self.change_line,
                     "CreateKey": self.create_key,
                     "ListKeys": self.list_keys,
                     "RevokeKey": self.revoke_key,
@@ -83,7 +89,9 @@ class FakeRouter:
         self._fail(prompt)
         yield inference_pb2.GenerateResponse(
             frame=0,
-            started=inference_pb2.Started(request_id="r-1", adapter_version=VERSION, seed=7, prompt_tokens=3),
+            started=inference_pb2.Started(
+                request_id="r-1", adapter="upper@1", adapter_version=VERSION, seed=7, prompt_tokens=3
+            ),
         )
         words = prompt.upper().split()
         tokens = list(request.token_ids.ids)
@@ -211,6 +219,14 @@ class FakeRouter:
             if request.tenant_id in ("", tenant_id) and request.name in ("", name):
                 problem = "adapter_config.json: is missing" if name in self.damaged else ""
                 yield admin_pb2.VerifyAdaptersResponse(adapter=_adapter(tenant_id, name), problem=problem)
+
+    async def change_line(self, request: Any, call: ServerCall) -> Any:
+        self.line_changes.append(request)
+        line = admin_pb2.AdapterLine(in_force=1, versions=[_adapter(request.tenant_id, request.name) for _ in range(3)])
+        line.versions[1].number, line.versions[2].number, line.versions[2].retired_unix_s = 2, 3, 9.0
+        line.rollout.CopyFrom(admin_pb2.AdapterRollout(to=2, percent=10, sticky="user"))
+        line.events.add(at_unix_s=0.0, change="rollout", number=2, percent=10, why="as asked")
+        return getattr(admin_pb2, type(request).__name__.replace("Request", "Response"))(line=line)
 
     async def create_key(self, request: admin_pb2.CreateKeyRequest, call: ServerCall) -> admin_pb2.CreateKeyResponse:
         key_id = f"{len(self.keys):016x}"
@@ -375,6 +391,7 @@ def _adapter(tenant_id: str, name: str) -> admin_pb2.AdapterInfo:
         size_bytes=318_376,
         target_modules=["k_proj", "q_proj"],
         created_unix_s=1_700_000_000.0,
+        number=1,
     )
 
 

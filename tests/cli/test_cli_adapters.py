@@ -50,11 +50,11 @@ async def test_damaged_adapters_are_named_and_the_exit_code_says_so(manylora: Ma
     router.adapters = {("acme", "lower"): {}, ("acme", "upper"): {}, ("other", "lower"): {}}
     out = await manylora("adapter", "verify", "--tenant", "acme")
     assert (out.exit_code, out.stderr) == (0, "")
-    assert out.stdout == f"acme/lower ({VERSION[:12]}): ok\nacme/upper ({VERSION[:12]}): ok\n"
+    assert out.stdout == f"acme/lower@1 ({VERSION[:12]}): ok\nacme/upper@1 ({VERSION[:12]}): ok\n"
     router.damaged = {"upper"}
     out = await manylora("adapter", "verify")
     assert out.exit_code == 1
-    assert out.stdout.splitlines()[1] == f"acme/upper ({VERSION[:12]}): damaged: adapter_config.json: is missing"
+    assert out.stdout.splitlines()[1] == f"acme/upper@1 ({VERSION[:12]}): damaged: adapter_config.json: is missing"
     assert "1 of 3 adapters are damaged" in out.stderr
     out = await manylora("adapter", "verify", "upper", "--tenant", "acme", "--json")
     assert (out.exit_code, [each["problem"] for each in out.json["adapters"]]) == (

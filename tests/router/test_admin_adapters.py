@@ -29,6 +29,10 @@ def header(name: str = "lower", tenant_id: str = "acme", store_path: str = "") -
     return admin_pb2.AddAdapterRequest(header=inner)
 
 
+def only_new(name: str) -> admin_pb2.AddAdapterRequest:
+    return admin_pb2.AddAdapterRequest(header=admin_pb2.AddAdapterHeader(tenant_id="acme", name=name, only_new=True))
+
+
 def chunk(file_name: str, data: bytes) -> admin_pb2.AddAdapterRequest:
     return admin_pb2.AddAdapterRequest(chunk=admin_pb2.FileChunk(file_name=file_name, data=data))
 
@@ -65,8 +69,9 @@ def test_upload_then_use_then_remove() -> None:
         listed = (await call(cluster, "ListAdapters", tenant_id="acme")).adapters
         assert [a.name for a in listed] == ["lower", "upper"]
         assert len((await call(cluster, "ListAdapters")).adapters) == 3
+        assert (await upload(cluster, header(), *GOOD)).adapter == added
         with pytest.raises(RpcError) as error:
-            await upload(cluster, header(), *GOOD)
+            await upload(cluster, only_new("lower"), *GOOD)
         assert error.value.code is Code.ALREADY_EXISTS
         same = (await upload(cluster, header("lower-2"), *GOOD)).adapter
         assert same.version == added.version
@@ -264,11 +269,13 @@ def test_a_tenants_uploads_leave_places_for_others(monkeypatch: pytest.MonkeyPat
     simulate(test)
 
 
-def test_the_same_name_at_once_is_registered_once() -> None:
+def test_a_new_name_at_once_is_registered_once() -> None:
     async def test(cluster: RouterCluster) -> None:
         async def one(index: int) -> Code:
             try:
-                await upload(cluster, header(), chunk(CONFIG_NAME, CONFIG), chunk(WEIGHTS_NAME, b"w%d" % index))
+                await upload(
+                    cluster, only_new("lower"), chunk(CONFIG_NAME, CONFIG), chunk(WEIGHTS_NAME, b"w%d" % index)
+                )
             except RpcError as e:
                 return e.code
             return Code.OK
@@ -276,6 +283,10 @@ def test_the_same_name_at_once_is_registered_once() -> None:
         codes = await asyncio.gather(*(one(i) for i in range(6)))
         assert sorted(codes) == [Code.OK] + [Code.ALREADY_EXISTS] * 5
         assert cluster.files.incoming() == []
+        more = [
+            upload(cluster, header(), chunk(CONFIG_NAME, CONFIG), chunk(WEIGHTS_NAME, b"v%d" % i)) for i in range(5)
+        ]
+        assert sorted(added.adapter.number for added in await asyncio.gather(*more)) == [2, 3, 4, 5, 6]
 
     simulate(test)
 

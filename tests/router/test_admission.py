@@ -23,6 +23,7 @@ from manylora_router.guard.admission import (
 from manylora_shared.errors import Code, InvalidRequest, NotFound
 from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId
 from manylora_shared.sampling import Sampling
+from manylora_shared.tenancy.adapter_line import AdapterVersion, Line, StickyKeys
 from manylora_shared.tenancy.policy import TenantLimits, TenantPolicy
 
 MODEL = ModelLimits(vocab_size=100, max_context_tokens=32, max_sequences=4)
@@ -219,12 +220,17 @@ def test_priority_and_class() -> None:
 UIDS = {("acme", "upper"): AdapterUid("a" * 64), ("other", "secret"): AdapterUid("b" * 64)}
 
 
+def line(uid: str) -> Line:
+    return Line(AdapterVersion(1, uid, 8, 1, (), 0.0))
+
+
 def caller(tenant: str, adapter: str = "") -> Any:
     return admit_caller(
         tenant,
         adapter,
         lambda t: {"acme": ACME}.get(t),
-        lambda t, name: UIDS.get((t, name)),
+        lambda t, name: line(UIDS[t, name]) if (t, name) in UIDS else None,
+        StickyKeys("r"),
     )
 
 

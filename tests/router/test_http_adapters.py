@@ -37,6 +37,12 @@ async def test_an_adapter_comes_and_goes() -> None:
         assert answer.choices[0].message.content == "hello world"
         with pytest.raises(openai.BadRequestError, match="has already been loaded"):
             await post(front, LOAD, key, **given)
+        raw = await client.chat.completions.with_raw_response.create(
+            model="lower@1", messages=[{"role": "user", "content": "hi"}], user="me"
+        )
+        assert raw.headers["x-adapter"] == "lower@1"
+        with pytest.raises(openai.NotFoundError):
+            await client.chat.completions.create(model="lower@2", messages=[{"role": "user", "content": "hi"}])
         told = await post(front, UNLOAD, front.key, lora_name="lower")  # its tenant's admin
         assert told == "Success: LoRA adapter 'lower' removed successfully."
         with pytest.raises(openai.NotFoundError) as gone:

@@ -26,7 +26,16 @@ from router_fakes import (
     until,
 )
 
-OPEN_TO_TENANTS = {"GetTenant", "ListAdapters", "AddAdapter", "RemoveAdapter", "VerifyAdapters", "GetStatus"}
+VERSIONS = {"RolloutAdapter", "PromoteAdapter", "RollbackAdapter", "RetireAdapter"}
+OPEN_TO_TENANTS = VERSIONS | {
+    "GetTenant",
+    "ListAdapters",
+    "AddAdapter",
+    "RemoveAdapter",
+    "VerifyAdapters",
+    "GetAdapterLine",
+    "GetStatus",
+}
 """Methods of AdminService that some key of a tenant may call, about its tenant."""
 
 
@@ -147,7 +156,7 @@ def test_what_each_scope_may_administer() -> None:
                 for tenant_id in ("other", "nobody"):
                     assert await code_of(generate, name, tenant_id=tenant_id) is Code.PERMISSION_DENIED, name
                     assert await code_of(admin, name, tenant_id=tenant_id) is Code.PERMISSION_DENIED, name
-        for name in ("GetTenant", "AddAdapter", "RemoveAdapter", "VerifyAdapters"):
+        for name in ("GetTenant", "AddAdapter", "RemoveAdapter", "VerifyAdapters", *VERSIONS):
             assert await code_of(generate, name, tenant_id="acme") is Code.PERMISSION_DENIED, name
         assert (await call(admin, "GetTenant")).tenant.tenant_id == "acme"
         for channel in (admin, generate):

@@ -388,17 +388,17 @@ def _once(original: Any) -> Any:
     return policy_changed
 
 
-@mutant("store", "adapter-known-for-ever", Directory, "uid_of", "a router remembers what a name stood for", first=(6,))
+@mutant("store", "adapter-known-for-ever", Directory, "line_of", "a router remembers what a name stood for", first=(6,))
 def _known(original: Any) -> Any:
-    def uid_of(self: Any, tenant_id: Any, name: Any) -> Any:
-        known = self.__dict__.setdefault("_known_uids", {})
+    def line_of(self: Any, tenant_id: Any, name: Any) -> Any:
+        known = self.__dict__.setdefault("_known_lines", {})
         found = original(self, tenant_id, name)
         if found is None:
             return known.get((tenant_id, name))
         known[tenant_id, name] = found
         return found
 
-    return uid_of
+    return line_of
 
 
 # ---- endings

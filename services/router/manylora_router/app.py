@@ -275,7 +275,8 @@ class RouterApp:
         now_unix_s = self._clock.now_unix_s()
         await self._files.sweep(now_unix_s=now_unix_s, older_than_s=FILES_GRACE_S)
         listing = await self._store.list(keys.ADAPTERS)
-        registered = [AdapterUid(AdapterRecord.stored(kv).uid) for kv in listing.kvs]
+        lines = [AdapterRecord.stored(kv).line for kv in listing.kvs]
+        registered = [AdapterUid(version.uid) for line in lines for version in line.served]
         if registered_before is not None:
             in_use = [*registered, *registered_before]
             removed = await self._files.collect(in_use, now_unix_s=now_unix_s, older_than_s=FILES_GRACE_S)

@@ -25,7 +25,8 @@ async def add(target: Target, tenant: str, name: str, path: str, *, as_json: boo
     if as_json:
         print_json(added)
     else:
-        write(f"{added.tenant_id}/{added.name}: added, version {added.version}, rank {added.max_lora_rank}\n")
+        full_name = f"{added.tenant_id}/{added.name}@{added.number}"
+        write(f"{full_name}: added, digest {added.version}, rank {added.max_lora_rank}\n")
 
 
 async def list_all(target: Target, tenant: str, *, as_json: bool) -> None:
@@ -34,7 +35,7 @@ async def list_all(target: Target, tenant: str, *, as_json: bool) -> None:
     if as_json:
         print_json({"adapters": adapters})
     else:
-        columns = ("tenant", "adapter", "version", "rank", "size", "modules", "created")
+        columns = ("tenant", "adapter", "version", "digest", "rank", "size", "modules", "created")
         print_table(columns, [_row(a) for a in adapters], empty="there are no adapters")
 
 
@@ -46,7 +47,7 @@ async def verify(target: Target, tenant: str, name: str, *, as_json: bool) -> No
             if not as_json:
                 adapter = each.adapter
                 told = f"damaged: {each.problem}" if each.problem else "ok"
-                write(f"{adapter.tenant_id}/{adapter.name} ({adapter.version[:12]}): {told}\n")
+                write(f"{adapter.tenant_id}/{adapter.name}@{adapter.number} ({adapter.version[:12]}): {told}\n")
     damaged = sum(bool(each.problem) for each in found)
     if as_json:
         print_json({"adapters": found})
@@ -72,6 +73,7 @@ def _row(adapter: AdapterInfo) -> tuple[object, ...]:
     return (
         adapter.tenant_id,
         adapter.name,
+        adapter.number,
         adapter.version[:12],
         adapter.max_lora_rank,
         f"{adapter.size_bytes / 1e6:.2f} MB",

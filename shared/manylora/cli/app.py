@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 from manylora_shared.sampling import Sampling
 
-from manylora.cli.output import connect, run, trust, usage_error, write
+from manylora.cli.output import DEFAULT_SERVER, Json, Key, Server, Tenant, connect, run, trust, usage_error, write
 from manylora.cli.sampling_options import with_sampling_options
+from manylora.cli.version_commands import adapter_app
 
-DEFAULT_SERVER = "127.0.0.1:7070"
 DEFAULT_PORT = 7070
 HTTP_PORT_STEP = 10  # from the first router's port to its HTTP API's
 MAX_TOKEN_ID = 2**32 - 1
@@ -26,7 +26,6 @@ app = typer.Typer(
 )
 tenant_app = typer.Typer(help="Tenants and their policies.", no_args_is_help=True)
 key_app = typer.Typer(help="API keys: who may call, and for whom.", no_args_is_help=True)
-adapter_app = typer.Typer(help="Adapters in tenants' namespaces.", no_args_is_help=True)
 certs_app = typer.Typer(help="Certificates for TLS.", no_args_is_help=True)
 app.add_typer(certs_app, name="certs")
 app.add_typer(tenant_app, name="tenant")
@@ -77,28 +76,6 @@ def main(
 ) -> None:
     trust(tls_ca)
 
-
-Server = Annotated[
-    str,
-    typer.Option(
-        envvar="MANYLORA_SERVER",
-        metavar="HOST:PORT,...",
-        help="The router to talk to, or several: the next takes over.",
-    ),
-]
-Key = Annotated[
-    str | None,
-    typer.Option(
-        "--key",
-        envvar="MANYLORA_KEY",
-        show_envvar=True,
-        metavar="KEY",
-        help="The API key (in the environment others cannot see it); "
-        "default: the operator's of the local cluster at that address.",
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="The result as one JSON document on stdout.")]
-Tenant = Annotated[str, typer.Option("--tenant", help="The tenant.")]
 
 ModelAliases = Annotated[
     list[str] | None,

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -25,6 +25,29 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 PIPE_COLUMNS = 1000  # what is no terminal gets tables whole, never folded
+DEFAULT_SERVER = "127.0.0.1:7070"
+
+Server = Annotated[
+    str,
+    typer.Option(
+        envvar="MANYLORA_SERVER",
+        metavar="HOST:PORT,...",
+        help="The router to talk to, or several: the next takes over.",
+    ),
+]
+Key = Annotated[
+    str | None,
+    typer.Option(
+        "--key",
+        envvar="MANYLORA_KEY",
+        show_envvar=True,
+        metavar="KEY",
+        help="The API key (in the environment others cannot see it); "
+        "default: the operator's of the local cluster at that address.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="The result as one JSON document on stdout.")]
+Tenant = Annotated[str, typer.Option("--tenant", help="The tenant.")]
 
 
 def stderr_console() -> Console:

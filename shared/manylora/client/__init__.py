@@ -29,7 +29,10 @@ from manylora.client.answers import (
     Usage,
 )
 from manylora.client.cluster import (
+    AdapterEvent,
     AdapterInfo,
+    AdapterLine,
+    AdapterRollout,
     CircuitStatus,
     ClassOverload,
     ClusterStatus,
@@ -61,8 +64,11 @@ from manylora.client.sync import SyncClient, SyncGenerateStream
 
 __all__ = [
     "DEFAULT_RETRY",
+    "AdapterEvent",
     "AdapterFolder",
     "AdapterInfo",
+    "AdapterLine",
+    "AdapterRollout",
     "Choice",
     "CircuitStatus",
     "ClassOverload",

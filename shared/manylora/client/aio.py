@@ -28,6 +28,7 @@ from manylora_shared.transport.base import Channel, Method, Stream, Transport, m
 from manylora_shared.transport.grpc_transport import UNREACHABLE, GrpcTransport
 from manylora_shared.transport.handling import check_size
 
+from manylora.client.adapter_lines import AdapterLines
 from manylora.client.answers import Collector, Event, RequestFailed, Result
 from manylora.client.cluster import (
     AdapterInfo,
@@ -329,10 +330,7 @@ class Keys:
         return key_from((await self._caller.call(_ADMIN["RevokeKey"], request, timeout_s=timeout_s)).info)
 
 
-class Adapters:
-    def __init__(self, caller: _Caller) -> None:
-        self._caller = caller
-
+class Adapters(AdapterLines[_Caller]):
     async def add(
         self,
         tenant_id: str,

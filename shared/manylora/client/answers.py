@@ -108,6 +108,7 @@ class Started:
     seed: int
     prompt_tokens: int
     degraded: Degraded | None = None
+    adapter: str = ""  # NAME@VERSION
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,7 @@ class Result:
     worker_id: str
     degraded: Degraded | None = None  # None: the answer is what was asked for
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()  # of the prompt's tokens from its second on
+    adapter: str = ""  # NAME@VERSION that answered; empty: the base model
 
     @property
     def text(self) -> str:
@@ -191,6 +193,7 @@ class Result:
             "finish_reason": self.finish_reason,
             "outcome": self.outcome,
             "usage": dataclasses.asdict(self.usage),
+            "adapter": self.adapter,
             "adapter_version": self.adapter_version,
             "seed": self.seed,
             "worker_id": self.worker_id,
@@ -249,6 +252,7 @@ class Collector:
             worker_id=finished.worker_id,
             degraded=finished.degraded or started.degraded,
             prompt_logprobs=tuple(self._prompt_logprobs),
+            adapter=started.adapter,
         )
 
     def _choice(self, index: int, end: ChoiceEnd | None) -> Choice:

@@ -55,6 +55,35 @@ class AdapterInfo:
     size_bytes: int
     target_modules: tuple[str, ...]
     created_unix_s: float
+    number: int = 1  # in its name's line
+    retired_unix_s: float = 0.0  # 0: it can be asked for
+
+
+@dataclass(frozen=True)
+class AdapterRollout:
+    to: int
+    percent: int
+    sticky: str
+
+
+@dataclass(frozen=True)
+class AdapterEvent:
+    at_unix_s: float
+    change: str
+    number: int
+    before: int
+    percent: int
+    why: str
+
+
+@dataclass(frozen=True)
+class AdapterLine:
+    """A name's versions by number, the one in force, and what became of them."""
+
+    versions: tuple[AdapterInfo, ...]
+    in_force: int
+    rollout: AdapterRollout | None
+    events: tuple[AdapterEvent, ...]
 
 
 @dataclass(frozen=True)

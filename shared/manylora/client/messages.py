@@ -23,7 +23,10 @@ from manylora.client.answers import (
     Usage,
 )
 from manylora.client.cluster import (
+    AdapterEvent,
     AdapterInfo,
+    AdapterLine,
+    AdapterRollout,
     CircuitStatus,
     ClassOverload,
     ClusterStatus,
@@ -57,6 +60,15 @@ def tenant_from(message: admin_pb2.TenantInfo) -> TenantInfo:
 
 def adapter_from(message: admin_pb2.AdapterInfo) -> AdapterInfo:
     return _scalars(AdapterInfo, message, target_modules=tuple(message.target_modules))
+
+
+def line_from(message: admin_pb2.AdapterLine) -> AdapterLine:
+    return AdapterLine(
+        versions=tuple(adapter_from(each) for each in message.versions),
+        in_force=message.in_force,
+        rollout=_scalars(AdapterRollout, message.rollout) if message.HasField("rollout") else None,
+        events=tuple(_scalars(AdapterEvent, each) for each in message.events),
+    )
 
 
 def models_from(message: inference_pb2.ListModelsResponse) -> Models:

@@ -23,6 +23,7 @@ from manylora.client.aio import (
 from manylora.client.answers import Event, Result
 from manylora.client.cluster import (
     AdapterInfo,
+    AdapterLine,
     ClusterStatus,
     KeyInfo,
     LiftedQuarantine,
@@ -189,6 +190,21 @@ class SyncAdapters:
             return tuple([each async for each in self._adapters.verify(tenant_id, name, timeout_s=timeout_s)])
 
         return self._thread.run(all_read())
+
+    def rollout(self, tenant_id: str, name: str, *, to: int, percent: int, sticky: str = "") -> AdapterLine:
+        return self._thread.run(self._adapters.rollout(tenant_id, name, to=to, percent=percent, sticky=sticky))
+
+    def promote(self, tenant_id: str, name: str, *, to: int = 0) -> AdapterLine:
+        return self._thread.run(self._adapters.promote(tenant_id, name, to=to))
+
+    def rollback(self, tenant_id: str, name: str) -> AdapterLine:
+        return self._thread.run(self._adapters.rollback(tenant_id, name))
+
+    def retire(self, tenant_id: str, name: str, number: int) -> AdapterLine:
+        return self._thread.run(self._adapters.retire(tenant_id, name, number))
+
+    def history(self, tenant_id: str, name: str) -> AdapterLine:
+        return self._thread.run(self._adapters.history(tenant_id, name))
 
     def remove(self, tenant_id: str, name: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self._thread.run(self._adapters.remove(tenant_id, name, timeout_s=timeout_s))

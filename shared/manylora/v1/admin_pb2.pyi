@@ -143,7 +143,7 @@ class AddAdapterRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[AddAdapterHeader, _Mapping]] = ..., chunk: _Optional[_Union[FileChunk, _Mapping]] = ...) -> None: ...
 
 class AddAdapterHeader(_message.Message):
-    __slots__ = ("tenant_id", "name", "store_path", "chat_template", "added_tokens")
+    __slots__ = ("tenant_id", "name", "store_path", "chat_template", "added_tokens", "only_new")
     class AddedTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -156,12 +156,14 @@ class AddAdapterHeader(_message.Message):
     STORE_PATH_FIELD_NUMBER: _ClassVar[int]
     CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     ADDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ONLY_NEW_FIELD_NUMBER: _ClassVar[int]
     tenant_id: str
     name: str
     store_path: str
     chat_template: str
     added_tokens: _containers.ScalarMap[str, int]
-    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., store_path: _Optional[str] = ..., chat_template: _Optional[str] = ..., added_tokens: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    only_new: bool
+    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., store_path: _Optional[str] = ..., chat_template: _Optional[str] = ..., added_tokens: _Optional[_Mapping[str, int]] = ..., only_new: _Optional[bool] = ...) -> None: ...
 
 class FileChunk(_message.Message):
     __slots__ = ("file_name", "data")
@@ -218,7 +220,7 @@ class VerifyAdaptersResponse(_message.Message):
     def __init__(self, adapter: _Optional[_Union[AdapterInfo, _Mapping]] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class AdapterInfo(_message.Message):
-    __slots__ = ("tenant_id", "name", "version", "max_lora_rank", "size_bytes", "target_modules", "created_unix_s")
+    __slots__ = ("tenant_id", "name", "version", "max_lora_rank", "size_bytes", "target_modules", "created_unix_s", "number", "retired_unix_s")
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +228,8 @@ class AdapterInfo(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     TARGET_MODULES_FIELD_NUMBER: _ClassVar[int]
     CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RETIRED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     tenant_id: str
     name: str
     version: str
@@ -233,7 +237,127 @@ class AdapterInfo(_message.Message):
     size_bytes: int
     target_modules: _containers.RepeatedScalarFieldContainer[str]
     created_unix_s: float
-    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., max_lora_rank: _Optional[int] = ..., size_bytes: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., created_unix_s: _Optional[float] = ...) -> None: ...
+    number: int
+    retired_unix_s: float
+    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., max_lora_rank: _Optional[int] = ..., size_bytes: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., created_unix_s: _Optional[float] = ..., number: _Optional[int] = ..., retired_unix_s: _Optional[float] = ...) -> None: ...
+
+class RolloutAdapterRequest(_message.Message):
+    __slots__ = ("tenant_id", "name", "to", "percent", "sticky")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
+    PERCENT_FIELD_NUMBER: _ClassVar[int]
+    STICKY_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    name: str
+    to: int
+    percent: int
+    sticky: str
+    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., to: _Optional[int] = ..., percent: _Optional[int] = ..., sticky: _Optional[str] = ...) -> None: ...
+
+class RolloutAdapterResponse(_message.Message):
+    __slots__ = ("line",)
+    LINE_FIELD_NUMBER: _ClassVar[int]
+    line: AdapterLine
+    def __init__(self, line: _Optional[_Union[AdapterLine, _Mapping]] = ...) -> None: ...
+
+class PromoteAdapterRequest(_message.Message):
+    __slots__ = ("tenant_id", "name", "to")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    name: str
+    to: int
+    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., to: _Optional[int] = ...) -> None: ...
+
+class PromoteAdapterResponse(_message.Message):
+    __slots__ = ("line",)
+    LINE_FIELD_NUMBER: _ClassVar[int]
+    line: AdapterLine
+    def __init__(self, line: _Optional[_Union[AdapterLine, _Mapping]] = ...) -> None: ...
+
+class RollbackAdapterRequest(_message.Message):
+    __slots__ = ("tenant_id", "name")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    name: str
+    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class RollbackAdapterResponse(_message.Message):
+    __slots__ = ("line",)
+    LINE_FIELD_NUMBER: _ClassVar[int]
+    line: AdapterLine
+    def __init__(self, line: _Optional[_Union[AdapterLine, _Mapping]] = ...) -> None: ...
+
+class RetireAdapterRequest(_message.Message):
+    __slots__ = ("tenant_id", "name", "number")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    name: str
+    number: int
+    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
+
+class RetireAdapterResponse(_message.Message):
+    __slots__ = ("line",)
+    LINE_FIELD_NUMBER: _ClassVar[int]
+    line: AdapterLine
+    def __init__(self, line: _Optional[_Union[AdapterLine, _Mapping]] = ...) -> None: ...
+
+class GetAdapterLineRequest(_message.Message):
+    __slots__ = ("tenant_id", "name")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    name: str
+    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class GetAdapterLineResponse(_message.Message):
+    __slots__ = ("line",)
+    LINE_FIELD_NUMBER: _ClassVar[int]
+    line: AdapterLine
+    def __init__(self, line: _Optional[_Union[AdapterLine, _Mapping]] = ...) -> None: ...
+
+class AdapterLine(_message.Message):
+    __slots__ = ("versions", "in_force", "rollout", "events")
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    IN_FORCE_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUT_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    versions: _containers.RepeatedCompositeFieldContainer[AdapterInfo]
+    in_force: int
+    rollout: AdapterRollout
+    events: _containers.RepeatedCompositeFieldContainer[AdapterEvent]
+    def __init__(self, versions: _Optional[_Iterable[_Union[AdapterInfo, _Mapping]]] = ..., in_force: _Optional[int] = ..., rollout: _Optional[_Union[AdapterRollout, _Mapping]] = ..., events: _Optional[_Iterable[_Union[AdapterEvent, _Mapping]]] = ...) -> None: ...
+
+class AdapterRollout(_message.Message):
+    __slots__ = ("to", "percent", "sticky")
+    TO_FIELD_NUMBER: _ClassVar[int]
+    PERCENT_FIELD_NUMBER: _ClassVar[int]
+    STICKY_FIELD_NUMBER: _ClassVar[int]
+    to: int
+    percent: int
+    sticky: str
+    def __init__(self, to: _Optional[int] = ..., percent: _Optional[int] = ..., sticky: _Optional[str] = ...) -> None: ...
+
+class AdapterEvent(_message.Message):
+    __slots__ = ("at_unix_s", "change", "number", "before", "percent", "why")
+    AT_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    PERCENT_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    at_unix_s: float
+    change: str
+    number: int
+    before: int
+    percent: int
+    why: str
+    def __init__(self, at_unix_s: _Optional[float] = ..., change: _Optional[str] = ..., number: _Optional[int] = ..., before: _Optional[int] = ..., percent: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
 
 class LiftQuarantineRequest(_message.Message):
     __slots__ = ("tenant_id", "local_only")

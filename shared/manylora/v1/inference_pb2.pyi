@@ -71,18 +71,20 @@ class GenerateResponse(_message.Message):
     def __init__(self, frame: _Optional[int] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("request_id", "adapter_version", "seed", "prompt_tokens", "degraded")
+    __slots__ = ("request_id", "adapter_version", "seed", "prompt_tokens", "degraded", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DEGRADED_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     adapter_version: str
     seed: int
     prompt_tokens: int
     degraded: Degraded
-    def __init__(self, request_id: _Optional[str] = ..., adapter_version: _Optional[str] = ..., seed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., degraded: _Optional[_Union[Degraded, _Mapping]] = ...) -> None: ...
+    adapter: str
+    def __init__(self, request_id: _Optional[str] = ..., adapter_version: _Optional[str] = ..., seed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., degraded: _Optional[_Union[Degraded, _Mapping]] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Degraded(_message.Message):
     __slots__ = ("max_tokens", "asked_max_tokens", "overload_level")

@@ -17,6 +17,7 @@ from typing import Any, Self
 from manylora_shared.address import parse_address
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import KeyValue
+from manylora_shared.tenancy.adapter_line import AdapterVersion, Line, LineEvent, Rollout
 
 _MAX_COUNT = (1 << 31) - 1
 _MAX_BYTES = (1 << 63) - 1
@@ -49,14 +50,16 @@ class _JsonRecord:
             raise ValueError(f"{cls.__name__}: it is nested too deep") from e
         if not isinstance(loaded, dict):
             raise ValueError(f"{cls.__name__}: a JSON object is expected")
-        types = _types(typing.cast("type", cls))
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in loaded.items() if k in types}
-        for name, value in values.items():
-            _check(f"{cls.__name__}.{name}", types[name], value)
-        try:
-            return cls(**values)
-        except TypeError as e:
-            raise ValueError(f"{cls.__name__}: {e}") from e
+        return typing.cast("Self", _record(cls.__name__, cls, loaded))
+
+
+def _record(name: str, kind: type, loaded: Mapping[str, Any]) -> object:
+    types = _types(kind)
+    values = {k: _read(f"{name}.{k}", types[k], v) for k, v in loaded.items() if k in types}
+    try:
+        return kind(**values)
+    except TypeError as e:
+        raise ValueError(f"{name}: {e}") from e
 
 
 @functools.cache
@@ -65,13 +68,21 @@ def _types(kind: type) -> Mapping[str, Any]:
     return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
 
 
-def _check(name: str, kind: Any, value: Any) -> None:
+def _read(name: str, kind: Any, value: Any) -> Any:
     if typing.get_origin(kind) is tuple:
-        if not isinstance(value, tuple):
+        if not isinstance(value, list):
             raise ValueError(f"{name}: must be a list")
-        for i, each in enumerate(value):
-            _check(f"{name}[{i}]", typing.get_args(kind)[0], each)
-    elif typing.get_origin(kind) is Mapping:
+        return tuple(_read(f"{name}[{i}]", typing.get_args(kind)[0], each) for i, each in enumerate(value))
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise ValueError(f"{name}: must be an object")
+        return _record(name, typing.cast("type", kind), value)
+    _check(name, kind, value)
+    return value
+
+
+def _check(name: str, kind: Any, value: Any) -> None:
+    if typing.get_origin(kind) is Mapping:
         if not isinstance(value, dict):
             raise ValueError(f"{name}: must be an object")
         for key, each in value.items():
@@ -157,7 +168,9 @@ class SchedulerRecord(_JsonRecord):
 
 @dataclass(frozen=True)
 class AdapterRecord(_JsonRecord):
-    """Its files stand in the adapter store under `objects/<uid>/`."""
+    """A name's line of versions, of which the first fields are the one in force: a record of one version has no others.
+    A version's files stand in the adapter store under `objects/<uid>/`.
+    """
 
     tenant_id: str
     name: str
@@ -166,10 +179,37 @@ class AdapterRecord(_JsonRecord):
     size_bytes: int
     target_modules: tuple[str, ...]
     created_unix_s: float
+    number: int = 1
+    others: tuple[AdapterVersion, ...] = ()
+    rollouts: tuple[Rollout, ...] = ()
+    events: tuple[LineEvent, ...] = ()
 
     @property
     def key(self) -> str:
         return keys.adapter(self.tenant_id, self.name)
+
+    @functools.cached_property
+    def line(self) -> Line:
+        modules = self.target_modules
+        first = AdapterVersion(self.number, self.uid, self.max_lora_rank, self.size_bytes, modules, self.created_unix_s)
+        return Line(first, self.others, self.rollouts, self.events)
+
+    @classmethod
+    def of(cls, tenant_id: str, name: str, line: Line) -> Self:
+        record = cls(tenant_id, name, "", 0, 0, (), 0.0, 1, line.others, line.rollouts, line.events)
+        return record.at(line.in_force)
+
+    def at(self, version: AdapterVersion) -> Self:
+        """With that version's facts in the first fields."""
+        return dataclasses.replace(
+            self,
+            uid=version.uid,
+            max_lora_rank=version.max_lora_rank,
+            size_bytes=version.size_bytes,
+            target_modules=version.target_modules,
+            created_unix_s=version.created_unix_s,
+            number=version.number,
+        )
 
 
 @dataclass(frozen=True)

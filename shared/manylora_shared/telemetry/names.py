@@ -54,6 +54,7 @@ class Attribute:
     QOS_CLASS = "manylora.class"
     ADAPTER_ID = "manylora.adapter.id"  # in its tenant's namespace; empty: the base model
     ADAPTER_VERSION = "manylora.adapter.version"  # its content uid
+    ADAPTER_NUMBER = "manylora.adapter.number"  # which of its name's versions
     ADAPTER_RESIDENT = "manylora.adapter.resident"
     REQUEST_ID = "manylora.request.id"
     SCHEDULER_ID = "manylora.scheduler.id"
@@ -76,7 +77,13 @@ class Attribute:
 
 
 def request_attributes(
-    *, tenant: str, qos_class: str, adapter: str, adapter_version: str = "", request_id: str = ""
+    *,
+    tenant: str,
+    qos_class: str,
+    adapter: str,
+    adapter_version: str = "",
+    adapter_number: int = 0,
+    request_id: str = "",
 ) -> dict[str, AttributeValue]:
     found: dict[str, AttributeValue] = {
         Attribute.TENANT_ID: tenant,
@@ -85,6 +92,8 @@ def request_attributes(
     }
     if adapter_version:
         found[Attribute.ADAPTER_VERSION] = adapter_version
+    if adapter_number:
+        found[Attribute.ADAPTER_NUMBER] = adapter_number
     if request_id:
         found[Attribute.REQUEST_ID] = request_id
     return found

@@ -18,7 +18,6 @@ from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Compare, Delete, KeyValue, Put, Store
 from manylora_shared.coordination.records import AdapterRecord, KeyRecord
 from manylora_shared.errors import (
-    AlreadyExists,
     InternalError,
     InvalidRequest,
     NotFound,
@@ -37,6 +36,7 @@ from manylora_router.admin.adapters import AdapterIntake
 from manylora_router.admin.service_levels import ServiceLevels
 from manylora_router.admin.status import ClusterStatus
 from manylora_router.admin.verification import Verification
+from manylora_router.admin.versions import AdapterVersions
 from manylora_router.links.directory import Directory
 from manylora_router.links.wire import adapter_info, key_info, tenant_info
 
@@ -63,6 +63,7 @@ class AdminServicer:
         self._store = store
         self._intake = intake
         self._verification = verification
+        self._versions = AdapterVersions(directory, store, clock, rng)
         self._status = status
         self._levels = levels
         self._clock = clock
@@ -70,7 +71,7 @@ class AdminServicer:
 
     @property
     def handlers(self) -> dict[str, Callable[..., Any]]:
-        return {
+        own: dict[str, Callable[..., Any]] = {
             "ApplyTenant": self.apply_tenant,
             "GetTenant": self.get_tenant,
             "ListTenants": self.list_tenants,
@@ -85,6 +86,7 @@ class AdminServicer:
             "LiftQuarantine": self.lift_quarantine,
             "GetStatus": self.get_status,
         }
+        return own | self._versions.handlers
 
     def service(self, gate: Gate) -> Service:
         return Service(admin_pb2.DESCRIPTOR.services_by_name["AdminService"], self.handlers, gate=gate)
@@ -131,9 +133,11 @@ class AdminServicer:
         capacities = [w.device_adapter_bytes for w in directory.workers.values() if w.device_adapter_bytes]
         if not policy.pinned_adapters or not capacities:
             return None
-        sizes: dict[TenantId, dict[str, int]] = {}
+        sizes: dict[TenantId, dict[str, int]] = {}  # by name, and for versions that are not in force by name@version
         for entry in directory.adapters.values():
-            sizes.setdefault(TenantId(entry.record.tenant_id), {})[entry.record.name] = entry.record.size_bytes
+            of_tenant, name = sizes.setdefault(TenantId(entry.record.tenant_id), {}), entry.record.name
+            for each in entry.record.line.served:
+                of_tenant[name if each.number == entry.record.number else f"{name}@{each.number}"] = each.size_bytes
         policies = {policy.tenant_id: policy}
         for count, tenant_id in enumerate(t for t in sizes if t != policy.tenant_id):
             if count % _POLICIES_AT_ONCE == _POLICIES_AT_ONCE - 1:
@@ -282,27 +286,11 @@ class AdminServicer:
         header = await self._intake.read_header(requests, self._caller(call))
         with self._intake.place(header.tenant_id):  # first: what is refused costs etcd nothing
             await self._stored_tenant(header.tenant_id)
-            if await self._store.get(keys.adapter(header.tenant_id, header.name)) is not None:
-                raise _exists(header.name)
+            if header.only_new:
+                await self._versions.refuse_known(header.tenant_id, header.name)
             record = await self._intake.take_in(header, requests)
-        revision = await self._register(record)
-        await self._directory.adapter_seen(record.tenant_id, record.name, revision)
-        return admin_pb2.AddAdapterResponse(adapter=adapter_info(record))
-
-    async def _register(self, record: AdapterRecord) -> int:
-        """Returns the store's revision. Raises AlreadyExists, or NotFound where the tenant is gone."""
-        key = keys.adapter(record.tenant_id, record.name)
-        for _ in range(_MAX_CONFLICTS):
-            tenant = await self._stored_tenant(record.tenant_id)
-            result = await self._store.txn(
-                [Compare(key, 0), Compare(keys.tenant(record.tenant_id), tenant.mod_revision)],
-                [Put(key, record.to_json())],
-            )
-            if result.succeeded:
-                return result.revision
-            if await self._store.get(key) is not None:
-                raise _exists(record.name)
-        raise _conflict()
+        added = await self._versions.register(record, only_new=header.only_new)
+        return admin_pb2.AddAdapterResponse(adapter=adapter_info(added))
 
     async def list_adapters(
         self, request: admin_pb2.ListAdaptersRequest, call: ServerCall
@@ -327,7 +315,8 @@ class AdminServicer:
         found = [record for record in await self._adapters_of(tenant_id) if request.name in ("", record.name)]
         if request.name and not found:
             raise _unknown_adapter(request.name)
-        async for answer in self._verification.answers(found, tenant_id):
+        versions = [record.at(version) for record in found for version in record.line.served]
+        async for answer in self._verification.answers(versions, tenant_id):
             yield answer
 
     async def remove_adapter(
@@ -372,10 +361,6 @@ def _key_record(kv: KeyValue) -> KeyRecord | None:
 
 def _unknown_adapter(name: str) -> NotFound:
     return NotFound(f"name: adapter {name[:80]!r} is not known to this tenant")
-
-
-def _exists(name: str) -> AlreadyExists:
-    return AlreadyExists(f"header.name: the tenant has an adapter {name!r} already")
 
 
 def _changed_meanwhile(tenant_id: str, version: int, expected: int) -> VersionConflict:

@@ -10,7 +10,16 @@ from typing import Any
 from google.protobuf import struct_pb2
 from manylora.v1 import common_pb2, inference_pb2
 from manylora_shared.errors import InvalidRequest
-from manylora_shared.metadata import ADAPTER_KEY, CLASS_KEY, IDEMPOTENCY_KEY, PRIORITY_KEY, TENANT_KEY, TRACEPARENT_KEY
+from manylora_shared.metadata import (
+    ADAPTER_KEY,
+    CLASS_KEY,
+    CONVERSATION_KEY,
+    IDEMPOTENCY_KEY,
+    PRIORITY_KEY,
+    TENANT_KEY,
+    TRACEPARENT_KEY,
+    USER_KEY,
+)
 from manylora_shared.sampling import Sampling
 from manylora_shared.tenancy.identity import AUTHORIZATION_KEY, Principal
 from manylora_shared.transport.base import Gate, ServerCall, Service
@@ -83,6 +92,8 @@ def read_request(
         authorization=metadata.get(AUTHORIZATION_KEY, ""),
         tenant=metadata.get(TENANT_KEY, ""),
         adapter=metadata.get(ADAPTER_KEY, ""),
+        conversation=metadata.get(CONVERSATION_KEY, ""),
+        user=metadata.get(USER_KEY, ""),
         traceparent=metadata.get(TRACEPARENT_KEY),
         time_remaining_s=time_remaining_s,
     )
@@ -137,6 +148,7 @@ def message_of(frame: Frame) -> inference_pb2.GenerateResponse:
     if (started := frame.started) is not None:
         told = message.started
         told.request_id = started.request_id
+        told.adapter = started.adapter
         told.adapter_version = started.adapter_version
         told.seed = started.seed
         told.prompt_tokens = len(started.prompt_token_ids)

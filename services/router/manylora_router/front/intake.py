@@ -16,6 +16,7 @@ from manylora_shared.errors import InvalidRequest, Overloaded, ServiceUnavailabl
 from manylora_shared.ids import QosClass, TenantId
 from manylora_shared.sampling import Sampling, barred_too_much
 from manylora_shared.telemetry import Attribute
+from manylora_shared.tenancy.adapter_line import StickyKeys
 from manylora_shared.tenancy.identity import AUTHORIZATION_KEY, Principal, authenticate
 from manylora_shared.tenancy.overload import retry_after_s
 from manylora_shared.tenancy.policy import TenantPolicy
@@ -85,7 +86,9 @@ class Intake:
         return policy.weight(qos_class) if policy is not None and qos_class is not None else 1
 
     def models(self, request: RequestInput) -> Models:
-        policy, _ = self._admit_caller(self.tenant_of(request), "")
+        policy, _ = admission.admit_caller(
+            self.tenant_of(request), "", self._directory.policy_of, self._directory.line_of, StickyKeys("")
+        )
         model = self._model()
         return Models(
             model.name,
@@ -113,7 +116,7 @@ class Intake:
     def _reader_of(self, request: RequestInput) -> tuple[str, ModelLimits]:
         """The tenant of a prompt that may be read."""
         tenant = self.tenant_of(request)
-        self._admit_caller(tenant, request.adapter)
+        self._admit_caller(tenant, request, "")
         limits = self._model().limits
         if violations := admission.check(request, limits):
             raise InvalidRequest.of_all(violations)
@@ -149,10 +152,11 @@ class Intake:
 
     async def admit(self, request: RequestInput, tenant: str, call: Call) -> tuple[Job, Permit]:
         """`tenant`: what `tenant_of` gave. Raises Rejected, or ServiceUnavailable while there is no model."""
-        policy, adapter = self._admit_caller(tenant, request.adapter)
+        policy, adapter = self._admit_caller(tenant, request, call.request_id)
         self._check_overload(policy.tenant_id, request, call.request_id)
         if adapter is not None:
             call.span.set(Attribute.ADAPTER_VERSION, adapter.uid)
+            call.span.set(Attribute.ADAPTER_NUMBER, adapter.version)
         model = self._model()
         violations = admission.check(request, model.limits)
         prompt_token_ids: Sequence[int] | None = None
@@ -192,8 +196,9 @@ class Intake:
         now = asyncio.get_running_loop().time()
         return job, self._guard.admit(job.tenant_id, uid, job.prompt_token_ids, now)
 
-    def _admit_caller(self, tenant: str, adapter: str) -> tuple[TenantPolicy, Adapter | None]:
-        return admission.admit_caller(tenant, adapter, self._directory.policy_of, self._directory.uid_of)
+    def _admit_caller(self, tenant: str, request: RequestInput, request_id: str) -> tuple[TenantPolicy, Adapter | None]:
+        directory, sticky = self._directory, StickyKeys(request_id, request.conversation, request.user)
+        return admission.admit_caller(tenant, request.adapter, directory.policy_of, directory.line_of, sticky)
 
     def _model(self) -> Model:
         model = self._directory.model

@@ -17,6 +17,7 @@ from manylora_shared.errors import FieldViolation, InvalidRequest, NotFound, sho
 from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId, is_valid_name
 from manylora_shared.metadata import ADAPTER_KEY, CLASS_KEY, IDEMPOTENCY_KEY, PRIORITY_KEY, TENANT_KEY
 from manylora_shared.sampling import MAX_LISTED, Sampling
+from manylora_shared.tenancy.adapter_line import Line, StickyKeys
 from manylora_shared.tenancy.identity import Principal, Scope
 from manylora_shared.tenancy.policy import TenantPolicy
 
@@ -106,6 +107,8 @@ class RequestInput:
     authorization: str = ""  # `Bearer <key>`
     tenant: str = ""
     adapter: str = ""
+    conversation: str = ""  # and user: whose version a rollout keeps the same
+    user: str = ""
     traceparent: str | None = None
     time_remaining_s: float | None = None  # until the caller's deadline
     request_id: str = ""  # 32 hexadecimal digits that the front drew; empty: it draws none
@@ -126,8 +129,15 @@ class ModelLimits:
 
 @dataclass(frozen=True)
 class Adapter:
+    """As a request keeps it to its end, whatever becomes of the name meanwhile."""
+
     name: AdapterName
     uid: AdapterUid
+    version: int = 1
+
+    @property
+    def reference(self) -> str:
+        return f"{self.name}@{self.version}"
 
 
 @dataclass(frozen=True)
@@ -161,7 +171,8 @@ def admit_caller(
     tenant: str,
     adapter: str,
     policy_of: Callable[[TenantId], TenantPolicy | None],
-    uid_of: Callable[[TenantId, AdapterName], AdapterUid | None],
+    line_of: Callable[[TenantId, AdapterName], Line | None],
+    sticky: StickyKeys,
 ) -> tuple[TenantPolicy, Adapter | None]:
     """The caller's policy and its adapter; None: the base model. `tenant` and `adapter` may be empty.
 
@@ -182,10 +193,11 @@ def admit_caller(
         raise not_found_adapter(adapter) from None
     if others or part.weight != 1.0:
         raise InvalidRequest.of(ADAPTER_KEY, "names more than one adapter, or a weight: that is not served")
-    uid = uid_of(policy.tenant_id, part.name)
-    if uid is None or part.version not in (None, 1):
+    line = line_of(policy.tenant_id, part.name)
+    version = line.choose(part.version, sticky) if line is not None else None
+    if version is None:
         raise not_found_adapter(adapter)
-    return policy, Adapter(part.name, uid)
+    return policy, Adapter(part.name, AdapterUid(version.uid), version.number)
 
 
 def check(request: RequestInput, model: ModelLimits) -> list[FieldViolation]:

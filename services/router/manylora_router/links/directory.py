@@ -24,8 +24,9 @@ from manylora_shared.coordination.records import (
 )
 from manylora_shared.coordination.session import Mirror, first_of
 from manylora_shared.errors import InternalError
-from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId
+from manylora_shared.ids import AdapterName, QosClass, TenantId
 from manylora_shared.sampling import MODEL_DEFAULTS
+from manylora_shared.tenancy.adapter_line import Line
 from manylora_shared.tenancy.policy import Slo, TenantPolicy
 
 from manylora_router.guard.admission import ModelLimits
@@ -162,9 +163,9 @@ class Directory:
             return None
         return policy.classes[qos_class].slo if policy is not None else None
 
-    def uid_of(self, tenant_id: TenantId, name: AdapterName) -> AdapterUid | None:
+    def line_of(self, tenant_id: TenantId, name: AdapterName) -> Line | None:
         entry = self._adapters.values.get(f"{tenant_id}/{name}")
-        return AdapterUid(entry.record.uid) if entry is not None else None
+        return entry.record.line if entry is not None else None
 
     def key_of(self, key_id: str) -> KeyRecord | None:
         return self._api_keys.values.get(key_id)

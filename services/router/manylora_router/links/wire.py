@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -103,7 +104,21 @@ def adapter_info(record: AdapterRecord) -> admin_pb2.AdapterInfo:
         size_bytes=record.size_bytes,
         target_modules=record.target_modules,
         created_unix_s=record.created_unix_s,
+        number=record.number,
     )
+
+
+def adapter_line(record: AdapterRecord) -> admin_pb2.AdapterLine:
+    line = record.line
+    told = admin_pb2.AdapterLine(in_force=line.in_force.number)
+    for version in line.versions:
+        info = adapter_info(record.at(version))
+        info.retired_unix_s = version.retired_unix_s
+        told.versions.append(info)
+    if (rollout := line.rollout) is not None:
+        told.rollout.CopyFrom(admin_pb2.AdapterRollout(to=rollout.to, percent=rollout.percent, sticky=rollout.sticky))
+    told.events.extend(admin_pb2.AdapterEvent(**dataclasses.asdict(event)) for event in line.events)
+    return told
 
 
 def key_info(record: KeyRecord) -> admin_pb2.KeyInfo:

@@ -271,6 +271,7 @@ class Execution:
         assert job.sampling.seed is not None, "intake draws one"
         return Started(
             request_id=job.request_id,
+            adapter=job.adapter.reference if job.adapter else "",
             adapter_version=job.adapter.uid if job.adapter else "",
             seed=job.sampling.seed,
             prompt_token_ids=job.prompt_token_ids,

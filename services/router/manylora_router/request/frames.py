@@ -19,6 +19,7 @@ class Degraded:
 @dataclass(frozen=True, slots=True)
 class Started:
     request_id: str
+    adapter: str  # NAME@VERSION; empty: the base model
     adapter_version: str
     seed: int
     prompt_token_ids: Sequence[int]

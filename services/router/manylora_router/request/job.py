@@ -61,5 +61,6 @@ class Job:
             qos_class=self.qos_class.value,
             adapter=self.adapter.name if self.adapter else "",
             adapter_version=self.adapter.uid if self.adapter else "",
+            adapter_number=self.adapter.version if self.adapter else 0,
             request_id=self.request_id,
         )

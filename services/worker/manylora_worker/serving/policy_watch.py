@@ -128,7 +128,8 @@ class TenantWatch:
             return
         self._has_pins = bool(self._pinned)
         pins = {tenant_id: [self._pin(tenant_id, name) for name in names] for tenant_id, names in self._pinned.items()}
-        largest_bytes = max((record.size_bytes for record in self._adapters.values.values()), default=0)
+        records = self._adapters.values.values()
+        largest_bytes = max((each.size_bytes for record in records for each in record.line.served), default=0)
         self._runtime.set_pins(pins, largest_bytes)
 
     def _pin(self, tenant_id: TenantId, name: AdapterName) -> Pin:

@@ -48,7 +48,7 @@ async def load(exchange: Exchange, door: Door) -> None:
     fields.check()
     exchange.names = _NAMES
     caller = asked.caller_of(exchange.headers)
-    header = admin_pb2.AddAdapterHeader(tenant_id=caller.tenant, name=name, store_path=path)
+    header = admin_pb2.AddAdapterHeader(tenant_id=caller.tenant, name=name, store_path=path, only_new=True)
 
     async def requests() -> AsyncIterator[admin_pb2.AddAdapterRequest]:
         yield admin_pb2.AddAdapterRequest(header=header)

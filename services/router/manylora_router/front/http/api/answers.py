@@ -333,6 +333,7 @@ def _extend(choice: Choice, delta: Delta) -> None:
 def headers_of(started: Started) -> dict[str, str]:
     told: dict[str, str] = {}
     if started.adapter_version:
+        told["x-adapter"] = started.adapter
         told["x-adapter-version"] = started.adapter_version
     if (degraded := started.degraded) is not None:
         told["x-degraded"] = (

@@ -9,10 +9,12 @@ from typing import Any
 from manylora_shared.metadata import (
     ADAPTER_KEY,
     CLASS_KEY,
+    CONVERSATION_KEY,
     IDEMPOTENCY_KEY,
     PRIORITY_KEY,
     TENANT_KEY,
     TRACEPARENT_KEY,
+    USER_KEY,
 )
 from manylora_shared.sampling import MAX_TOP_LOGPROBS, PARAMETERS, Kind, Parameter, Sampling
 from manylora_shared.tenancy.identity import AUTHORIZATION_KEY
@@ -40,7 +42,6 @@ HARMLESS = (
     "session_id",
     "spaces_between_special_tokens",
     "stream_interval",
-    "user",
     "verbosity",
 )
 # Known to others' servers, and not built: with the values that ask for nothing.
@@ -67,6 +68,8 @@ class Caller:
     authorization: str
     tenant: str
     adapter: str
+    conversation: str
+    user: str
     request_class: str
     priority: str
     idempotency_key: str
@@ -97,6 +100,8 @@ def caller_of(headers: Mapping[str, str]) -> Caller:
         authorization=headers.get(AUTHORIZATION_KEY) or (f"Bearer {key}" if key else ""),
         tenant=headers.get(TENANT_KEY, ""),
         adapter=headers.get(ADAPTER_KEY, ""),
+        conversation=headers.get(CONVERSATION_KEY, ""),
+        user=headers.get(USER_KEY, ""),
         request_class=headers.get(CLASS_KEY, ""),
         priority=headers.get(PRIORITY_KEY, ""),
         idempotency_key=headers.get(IDEMPOTENCY_KEY, ""),
@@ -130,6 +135,8 @@ def read(
         authorization=caller.authorization,
         tenant=caller.tenant,
         adapter=adapter,
+        conversation=caller.conversation,
+        user=caller.user or fields.text("user"),
         traceparent=caller.traceparent,
     )
     form = _form(fields, model or base_model, top_logprobs, {ADAPTER_KEY: "model"} if model else {})
