@@ -90,6 +90,7 @@ DISTRIBUTIONS = {
     "grpc_reflection": "grpcio-reflection",
     "huggingface_hub": "huggingface-hub",
     "opentelemetry": "opentelemetry-sdk",
+    "prometheus_client": "prometheus-client",
     "yaml": "pyyaml",
 }
 """Where the name to import is not the name to install."""

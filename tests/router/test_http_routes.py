@@ -119,3 +119,12 @@ async def test_a_router_that_stops_says_so() -> None:
         with pytest.raises(openai.InternalServerError) as stopped:
             await asking
         assert stopped.value.status_code == 503
+
+
+async def test_metrics_are_for_operators() -> None:
+    async with http_front() as front:
+        for key, status in (("", 401), (front.key, 403)):
+            answer = await front.raw(
+                request_bytes("/metrics", b"", key).replace(b"POST", b"GET", 1), until_closed=False
+            )
+            assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:300]

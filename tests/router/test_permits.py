@@ -17,7 +17,7 @@ from manylora_router.metrics import RECORD_S
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import RouterRecord
 from manylora_shared.errors import Code, RpcError
-from manylora_shared.telemetry import Attribute, MetricName, Telemetry
+from manylora_shared.telemetry import Attribute, Metrics, Telemetry
 from manylora_sim.adapter_files import MemoryAdapterFiles
 from manylora_sim.clock import FakeClock
 from manylora_sim.fake_text import FakeText
@@ -90,7 +90,7 @@ async def circuits_told(cluster: RouterCluster) -> dict[str, float]:
     guard, loop = cluster.app.calls.guard, asyncio.get_running_loop()
     cluster.app.calls.metrics.refusing(guard.circuits(loop.time()), guard.num_quarantined(loop.time()))
     found = cluster.telemetry.recorded_metrics()
-    return {kind: found[MetricName.CIRCUITS, frozenset({(Attribute.KIND, kind)})] for kind in ("open", "half_open")}
+    return {kind: found[Metrics.CIRCUITS, frozenset({(Attribute.KIND, kind)})] for kind in ("open", "half_open")}
 
 
 def test_an_adapter_that_keeps_failing_is_refused_until_a_probe_succeeds() -> None:
@@ -157,7 +157,7 @@ def test_a_request_that_workers_fail_at_is_not_run_a_third_time(kind: str) -> No
         status = await status_of(cluster.client)
         assert (status.quarantined_prompts, list(status.circuits)) == (1, [])
         await asyncio.sleep(RECORD_S)
-        assert cluster.telemetry.recorded_metrics()[MetricName.QUARANTINED_PROMPTS, frozenset()] == 1
+        assert cluster.telemetry.recorded_metrics()[Metrics.QUARANTINED_PROMPTS, frozenset()] == 1
 
     simulate(test, script=deadly)
 
@@ -230,15 +230,15 @@ def test_service_levels_count_what_is_the_services_doing() -> None:
         told = {
             (name, labels): value
             for (name, labels), value in cluster.telemetry.recorded_metrics().items()
-            if name.startswith("manylora.slo.")
+            if name.otlp.startswith("manylora.slo.")
         }
-        ttft_ms, tpot_ms = (told.pop((name, frozenset(whose))) for name in (MetricName.SLO_TTFT, MetricName.SLO_TPOT))
+        ttft_ms, tpot_ms = (told.pop((name, frozenset(whose))) for name in (Metrics.SLO_TTFT, Metrics.SLO_TPOT))
         assert told == {
-            (MetricName.SLO_REQUESTS, frozenset({*whose, (Attribute.VERDICT, "good")})): 7,
-            (MetricName.SLO_REQUESTS, frozenset({*whose, (Attribute.VERDICT, "bad")})): 1,
-            (MetricName.SLO_FIRST_TOKENS, frozenset({*whose, (Attribute.VERDICT, "in_time")})): 6,
-            (MetricName.SLO_FIRST_TOKENS, frozenset({*whose, (Attribute.VERDICT, "late")})): 1,
-            (MetricName.SLO_AVAILABILITY_TARGET, frozenset(whose)): 0.75,
+            (Metrics.SLO_REQUESTS, frozenset({*whose, (Attribute.VERDICT, "good")})): 7,
+            (Metrics.SLO_REQUESTS, frozenset({*whose, (Attribute.VERDICT, "bad")})): 1,
+            (Metrics.SLO_FIRST_TOKENS, frozenset({*whose, (Attribute.VERDICT, "in_time")})): 6,
+            (Metrics.SLO_FIRST_TOKENS, frozenset({*whose, (Attribute.VERDICT, "late")})): 1,
+            (Metrics.SLO_AVAILABILITY_TARGET, frozenset(whose)): 0.75,
         }
         assert 150 <= ttft_ms < 300
         assert tpot_ms == pytest.approx(6 * 5 / 10 + 5 / 3)

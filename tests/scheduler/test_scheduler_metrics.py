@@ -7,7 +7,7 @@ from typing import Any
 
 from manylora.v1 import common_pb2, scheduler_pb2, status_pb2, worker_pb2
 from manylora_shared.errors import Code
-from manylora_shared.telemetry import Attribute, MetricName, Telemetry
+from manylora_shared.telemetry import Attribute, Metrics, Telemetry
 
 from tests.scheduler.scripted_cluster import KV_BLOCK_BYTES, METHODS, Cluster, play
 
@@ -49,11 +49,10 @@ def test_tenants_adapters_are_summed_in_the_status_and_counted_in_metrics() -> N
     play(scenario)
     metrics = telemetry.recorded_metrics()
     counted = {
-        kind: metrics[MetricName.ADAPTER_EVICTIONS, frozenset({(Attribute.KIND, kind)})]
-        for kind in ("own", "displaced")
+        kind: metrics[Metrics.ADAPTER_EVICTIONS, frozenset({(Attribute.KIND, kind)})] for kind in ("own", "displaced")
     }
     assert counted == {"own": 7, "displaced": 2}
-    assert metrics[MetricName.UNMET_PINS, frozenset()] == 2
+    assert metrics[Metrics.UNMET_PINS, frozenset()] == 2
 
 
 def test_the_kv_of_tenants_is_told_for_the_workers_whose_streams_are_up() -> None:
@@ -161,10 +160,10 @@ def test_overload_is_told_to_routers_in_the_status_and_in_metrics() -> None:
 
     play(scenario)
     metrics = telemetry.recorded_metrics()
-    assert metrics[MetricName.OVERLOAD_LEVEL, frozenset()] > 48
+    assert metrics[Metrics.OVERLOAD_LEVEL, frozenset()] > 48
     batch = {
         dict(attributes)[Attribute.STAGE]: value
         for (name, attributes), value in metrics.items()
-        if name == MetricName.OVERLOAD_GIVEN_UP and dict(attributes)[Attribute.QOS_CLASS] == "batch"
+        if name == Metrics.OVERLOAD_GIVEN_UP and dict(attributes)[Attribute.QOS_CLASS] == "batch"
     }
     assert batch == {"router": 7, "admission": 1, "queue": 1}

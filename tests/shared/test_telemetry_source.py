@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from manylora_shared.errors import Code
-from manylora_shared.telemetry import Attribute, MetricName, SpanName, Telemetry, request_attributes
+from manylora_shared.telemetry import Attribute, Metrics, SpanName, Telemetry, request_attributes
 from manylora_shared.telemetry.traceparent import trace_id_of
 from opentelemetry import trace
 
@@ -56,23 +56,23 @@ def test_there_is_no_global_state() -> None:
 def test_metrics_are_kept_by_name_and_attributes() -> None:
     telemetry = Telemetry.recording("scheduler")
     assert telemetry.has_metrics
-    telemetry.gauge(MetricName.OVERLOAD_LEVEL, 5)
-    telemetry.gauge(MetricName.OVERLOAD_LEVEL, 7)
+    telemetry.gauge(Metrics.OVERLOAD_LEVEL, 5)
+    telemetry.gauge(Metrics.OVERLOAD_LEVEL, 7)
     for amount in (2, 3):
-        telemetry.count(MetricName.OVERLOAD_GIVEN_UP, amount, {Attribute.STAGE: "queue"})
-    telemetry.count(MetricName.OVERLOAD_GIVEN_UP, 1, {Attribute.STAGE: "router"})
+        telemetry.count(Metrics.OVERLOAD_GIVEN_UP, amount, {Attribute.STAGE: "queue"})
+    telemetry.count(Metrics.OVERLOAD_GIVEN_UP, 1, {Attribute.STAGE: "router"})
     assert telemetry.recorded_metrics() == {
-        (MetricName.OVERLOAD_LEVEL, frozenset()): 7,
-        (MetricName.OVERLOAD_GIVEN_UP, frozenset({(Attribute.STAGE, "queue")})): 5,
-        (MetricName.OVERLOAD_GIVEN_UP, frozenset({(Attribute.STAGE, "router")})): 1,
+        (Metrics.OVERLOAD_LEVEL, frozenset()): 7,
+        (Metrics.OVERLOAD_GIVEN_UP, frozenset({(Attribute.STAGE, "queue")})): 5,
+        (Metrics.OVERLOAD_GIVEN_UP, frozenset({(Attribute.STAGE, "router")})): 1,
     }
     telemetry.shutdown()
-    telemetry.gauge(MetricName.OVERLOAD_LEVEL, 9)
+    telemetry.gauge(Metrics.OVERLOAD_LEVEL, 9)
     telemetry.shutdown()
 
 
 def test_disabled_metrics_do_nothing() -> None:
     telemetry = Telemetry.disabled()
     assert not telemetry.has_metrics
-    telemetry.gauge(MetricName.OVERLOAD_LEVEL, 5)
-    telemetry.count(MetricName.OVERLOAD_GIVEN_UP, 5)
+    telemetry.gauge(Metrics.OVERLOAD_LEVEL, 5)
+    telemetry.count(Metrics.OVERLOAD_GIVEN_UP, 5)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from manylora_shared.telemetry import Attribute, MetricName, Telemetry
+from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
+from manylora_shared.sampling import Sampling
+from manylora_shared.telemetry import Attribute, Metrics, Telemetry
 from manylora_sim.fake_runner import FakeAdapterBackend, FakeRunner
-from manylora_worker.adapters.cache import AdapterCacheLimits
+from manylora_worker.adapters.cache import AdapterCacheLimits, TenantAdapters
 from manylora_worker.engine.core import EngineCore, EngineLimits
+from manylora_worker.engine.outbox import RequestEnd
+from manylora_worker.hosting.output_stream import EndKind, StreamEnd
 from manylora_worker.hosting.view import EngineView
+from manylora_worker.kinds.api import AdapterTier, EngineRequest, FinishReason
+from manylora_worker.kinds.sequence import GroupTimes
 from manylora_worker.planning.step_planner import PlannerLimits
-from manylora_worker.serving.metrics import EngineMetrics
+from manylora_worker.serving.metrics import EngineMetrics, WorkerMetrics
 
 
 def test_counts_grow_by_what_is_new_and_bytes_are_of_whole_blocks() -> None:
@@ -26,7 +32,62 @@ def test_counts_grow_by_what_is_new_and_bytes_are_of_whole_blocks() -> None:
         metrics.engine_changed()
     out = frozenset({(Attribute.DIRECTION, "out")})
     assert telemetry.recorded_metrics() == {
-        (MetricName.PREEMPTIONS, frozenset()): 5,
-        (MetricName.KV_SWAPPED_BYTES, out): 700,
-        (MetricName.KV_HOST_BYTES, frozenset()): 700,
+        (Metrics.PREEMPTIONS, frozenset()): 5,
+        (Metrics.KV_SWAPPED_BYTES, out): 700,
+        (Metrics.KV_HOST_BYTES, frozenset()): 700,
     }
+
+
+def test_what_is_resident_is_told_by_name_to_gateways_and_cold_starts_by_tier() -> None:
+    limits = EngineLimits(PlannerLimits(16, 8, 2), AdapterCacheLimits(8, 8), max_requests=8)
+    core = EngineCore(FakeRunner(num_blocks=8, block_size=4), FakeAdapterBackend(lambda: 0.0), limits)
+    view = EngineView(core.stats(), 8, lambda command: None)
+    telemetry = Telemetry.recording("worker")
+    metrics = WorkerMetrics(view, telemetry, model="base", block_bytes=100, sequence_slots=2, device_adapter_bytes=1000)
+
+    def comes(number: int, uid: str, name: str) -> EngineRequest:
+        request = EngineRequest(
+            RequestId(f"r{number}"), TenantId("acme"), QosClass.BATCH, AdapterUid(uid), (1, 2), 4, Sampling()
+        )
+        metrics.comes(request, name)
+        return request
+
+    def told(start: str) -> list[str]:
+        text = telemetry.exposition()[0].decode()
+        return [line for line in text.splitlines() if line.startswith(start)]
+
+    cold = comes(0, "u0", "legal")
+    view.adapters = {AdapterUid("u0"): AdapterTier.DEVICE, AdapterUid("u1"): AdapterTier.HOST}
+    view.tenant_adapters = {TenantId("acme"): TenantAdapters(device_bytes=250)}
+    view.kv_blocks = {TenantId("acme"): 3, TenantId("silent"): 1}
+    comes(1, "u0", "legal")
+    comes(2, "u1", "sales")
+    times = GroupTimes(1.0, adapter_ready_s=3.0, first_step_s=3.0, first_token_s=4.0)
+    end = RequestEnd(RequestId("r0"), FinishReason.STOP, "", 1, 2, 3, 0, 0, times, 6.0)
+    metrics.ended(cold, StreamEnd(EndKind.COMPLETED, "", end))
+    metrics.look(0.0, 1e9)
+    assert told("vllm:lora_requests_info") == [
+        'vllm:lora_requests_info{max_lora="4",running_lora_adapters="legal",waiting_lora_adapters=""} 1e+09'
+    ]
+    view.adapters = {AdapterUid("u1"): AdapterTier.DEVICE}
+    view.kv_blocks = {}
+    metrics.look(1.0, 2e9)
+    assert told("vllm:lora_requests_info") == [
+        'vllm:lora_requests_info{max_lora="4",running_lora_adapters="sales",waiting_lora_adapters=""} 2e+09'
+    ]
+    assert told("kv_bytes_in_use") == []
+    assert told("adapter_cache_hits_total") == ['adapter_cache_hits_total{adapter="legal",tenant="acme"} 1.0']
+    assert told("adapter_requests_total") == [
+        f'adapter_requests_total{{tenant="acme",tier="{tier}"}} 1.0' for tier in ("disk", "device", "host")
+    ]
+    assert told("adapter_loads_total") == [
+        'adapter_loads_total{tier="device"} 2.0',
+        'adapter_loads_total{tier="host"} 1.0',
+    ]
+    assert told("adapter_cold_start_seconds_sum") == ['adapter_cold_start_seconds_sum{tier="disk"} 2.0']
+    assert told("vllm:time_to_first_token_seconds_sum") == [
+        'vllm:time_to_first_token_seconds_sum{engine="0",model_name="base"} 3.0'
+    ]
+    assert told("vllm:request_success_total") == [
+        'vllm:request_success_total{engine="0",finished_reason="stop",model_name="base"} 1.0'
+    ]

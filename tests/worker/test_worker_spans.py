@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from manylora_shared.telemetry import Attribute, MetricName, SpanName, Telemetry
+from manylora_shared.telemetry import Attribute, Metrics, SpanName, Telemetry
 from manylora_worker.engine.counters import Setbacks
 
 from tests.worker.worker_fakes import (
@@ -42,12 +42,12 @@ async def test_swaps_are_counted_and_stand_in_the_spans_of_their_requests(thread
     assert stats.swaps_in == stats.swaps_out
     metrics = telemetry.recorded_metrics()
     out, back = (frozenset({(Attribute.DIRECTION, direction)}) for direction in ("out", "in"))
-    assert metrics[MetricName.KV_SWAPS, out] == metrics[MetricName.KV_SWAPS, back] == stats.swaps_out
-    assert metrics[MetricName.KV_SWAPPED_BYTES, out] == stats.blocks_out * MODEL.kv_block_bytes
-    assert metrics[MetricName.KV_SWAPPED_BYTES, back] == stats.blocks_in * MODEL.kv_block_bytes
-    assert metrics[MetricName.KV_HOST_BYTES, frozenset()] == 0
-    assert metrics[MetricName.PREEMPTIONS, frozenset()] == stats.preemptions
-    assert metrics.get((MetricName.KV_EVICTIONS, frozenset()), 0) == stats.evictions
+    assert metrics[Metrics.KV_SWAPS, out] == metrics[Metrics.KV_SWAPS, back] == stats.swaps_out
+    assert metrics[Metrics.KV_SWAPPED_BYTES, out] == stats.blocks_out * MODEL.kv_block_bytes
+    assert metrics[Metrics.KV_SWAPPED_BYTES, back] == stats.blocks_in * MODEL.kv_block_bytes
+    assert metrics[Metrics.KV_HOST_BYTES, frozenset()] == 0
+    assert metrics[Metrics.PREEMPTIONS, frozenset()] == stats.preemptions
+    assert metrics.get((Metrics.KV_EVICTIONS, frozenset()), 0) == stats.evictions
     spans = [s["attributes"] for s in telemetry.recorded() if s["name"] == SpanName.EXECUTE]
     assert sum(span[Attribute.KV_SWAPPED] for span in spans) == stats.swaps_out
     assert sum(span[Attribute.KV_EVICTED] for span in spans) == stats.evictions

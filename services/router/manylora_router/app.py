@@ -256,6 +256,11 @@ class RouterApp:
     async def _tell_metrics(self) -> None:
         guard, metrics, loop = self.calls.guard, self.calls.metrics, asyncio.get_running_loop()
         while True:
+            metrics.standing(
+                live=len(self.calls.live),
+                workers=len(self.directory.workers),
+                has_leader=self.scheduler.is_connected,
+            )
             metrics.refusing(guard.circuits(loop.time()), guard.num_quarantined(loop.time()))
             await asyncio.sleep(RECORD_S)
 

@@ -31,6 +31,10 @@ class RouterConfig(ServiceSettings):
     http_listen: str = setting("", "host:port of the OpenAI HTTP API; port 0: any free one; empty: none")
     operator_key_file: str = setting("", "file with an operator's key, made where there is none; empty: none")
 
+    @property
+    def has_exposition(self) -> bool:
+        return super().has_exposition or bool(self.http_listen)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.http_listen:

@@ -1,27 +1,110 @@
-"""What a router's metrics say. Owns the names of flows: each costs the receiver a series for this process's life."""
+"""What a router's metrics say. Owns whose names stand in them: each costs the reader series."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from manylora_shared.telemetry import Attribute, MetricName, Telemetry
+from manylora_shared.ids import QosClass
+from manylora_shared.telemetry import Attribute, Metrics, Telemetry
+from manylora_shared.telemetry.registry import OTHER
 from manylora_shared.tenancy.policy import Slo
 from manylora_shared.tenancy.slo import Flow, Verdict
+from manylora_shared.tenancy.top_names import TopNames
 
 from manylora_router.guard.circuits import CircuitState
 
-MAX_FLOWS = 1_000  # the rest is counted in one series without a tenant
-RECORD_S = 5.0  # between two looks at circuits and quarantined prompts
+MAX_FLOWS = 1_000  # with a target; the rest is counted in one series without a tenant
+MAX_TENANTS = 32  # by use; the rest is `other`
+RECORD_S = 5.0  # between two looks at what is now
+COMPLETED = "completed"
+
+_BY_TENANT = (
+    Metrics.REQUESTS,
+    Metrics.OUTCOMES,
+    Metrics.REJECTIONS,
+    Metrics.PROMPT_TOKENS,
+    Metrics.CACHED_TOKENS,
+    Metrics.COMPLETION_TOKENS,
+    Metrics.TTFT,
+    Metrics.TPOT,
+    Metrics.INTER_TOKEN,
+    Metrics.E2E,
+    Metrics.QUEUE_WAIT,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndedRequest:
+    """tenant: empty where it is not known. Times are seconds; None: it did not come so far."""
+
+    tenant: str
+    qos_class: QosClass | None
+    outcome: str  # COMPLETED or an error's label
+    is_rejected: bool
+    total_s: float
+    queue_s: float | None = None
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    genai: Mapping[str, str]  # operation and model
+    traceparent: str = ""
+
+    @property
+    def cost(self) -> int:
+        return 1 + self.prompt_tokens + self.completion_tokens
 
 
 class RouterMetrics:
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
         self._named: set[Flow] = set()
+        self._tenants: TopNames[str] = TopNames(MAX_TENANTS)
 
     @property
     def has_readers(self) -> bool:
         return self._telemetry.has_metrics
+
+    def request_ended(self, request: EndedRequest, now: float) -> None:
+        telemetry = self._telemetry
+        if not telemetry.has_metrics:
+            return
+        for tenant in self._tenants.rank(now):
+            telemetry.forget(_BY_TENANT, {Attribute.TENANT_ID: tenant})
+        if request.tenant:
+            self._tenants.used(request.tenant, request.cost)
+        labels = self._flow_labels(request.tenant, request.qos_class)
+        telemetry.count(Metrics.REQUESTS, 1, labels)
+        telemetry.count(Metrics.OUTCOMES, 1, {**labels, Attribute.OUTCOME: request.outcome})
+        if request.is_rejected:
+            telemetry.count(Metrics.REJECTIONS, 1, {**labels, Attribute.REASON: request.outcome})
+            return
+        telemetry.count(Metrics.PROMPT_TOKENS, request.prompt_tokens, labels)
+        telemetry.count(Metrics.CACHED_TOKENS, request.cached_tokens, labels)
+        telemetry.count(Metrics.COMPLETION_TOKENS, request.completion_tokens, labels)
+        for metric, genai, seconds in (
+            (Metrics.QUEUE_WAIT, None, request.queue_s),
+            (Metrics.TTFT, Metrics.GENAI_TTFT, request.ttft_s),
+            (Metrics.TPOT, Metrics.GENAI_TPOT, request.tpot_s),
+            (Metrics.E2E, Metrics.GENAI_DURATION, request.total_s),
+        ):
+            if seconds is None:
+                continue
+            telemetry.histogram(metric, seconds, labels, traceparent=request.traceparent)
+            if genai is not None:
+                telemetry.histogram(genai, seconds, request.genai)
+
+    def tokens_came(self, flow: Flow, seconds_each: float) -> None:
+        """A frame after a stream's first."""
+        self._telemetry.histogram(Metrics.INTER_TOKEN, seconds_each, self._flow_labels(*flow))
+
+    def _flow_labels(self, tenant: str, qos_class: QosClass | None) -> dict[str, str]:
+        return {
+            Attribute.TENANT_ID: tenant if self._tenants.is_named(tenant) else OTHER,
+            Attribute.QOS_CLASS: qos_class.value if qos_class is not None else OTHER,
+        }
 
     def ended(
         self, flow: Flow, verdict: Verdict, *, ttft_ms: float | None, tpot_ms: float | None, slo: Slo | None
@@ -32,22 +115,27 @@ class RouterMetrics:
             return
         labels = self._labels(flow)
         if verdict is not Verdict.EXCUSED:
-            telemetry.count(MetricName.SLO_REQUESTS, 1, {**labels, Attribute.VERDICT: verdict.value})
+            telemetry.count(Metrics.SLO_REQUESTS, 1, {**labels, Attribute.VERDICT: verdict.value})
             if slo.availability is not None:
-                telemetry.gauge(MetricName.SLO_AVAILABILITY_TARGET, slo.availability, labels)
+                telemetry.gauge(Metrics.SLO_AVAILABILITY_TARGET, slo.availability, labels)
         if ttft_ms is not None:
-            telemetry.histogram(MetricName.SLO_TTFT, ttft_ms, labels)
+            telemetry.histogram(Metrics.SLO_TTFT, ttft_ms, labels)
             if slo.ttft_p95_ms is not None:
                 in_time = "late" if ttft_ms > slo.ttft_p95_ms else "in_time"
-                telemetry.count(MetricName.SLO_FIRST_TOKENS, 1, {**labels, Attribute.VERDICT: in_time})
+                telemetry.count(Metrics.SLO_FIRST_TOKENS, 1, {**labels, Attribute.VERDICT: in_time})
         if tpot_ms is not None:
-            telemetry.histogram(MetricName.SLO_TPOT, tpot_ms, labels)
+            telemetry.histogram(Metrics.SLO_TPOT, tpot_ms, labels)
 
     def refusing(self, circuits: Sequence[CircuitState], num_quarantined: int) -> None:
         half_open = sum(state.is_half_open for state in circuits)
         for kind, count in (("open", len(circuits) - half_open), ("half_open", half_open)):
-            self._telemetry.gauge(MetricName.CIRCUITS, count, {Attribute.KIND: kind})
-        self._telemetry.gauge(MetricName.QUARANTINED_PROMPTS, num_quarantined)
+            self._telemetry.gauge(Metrics.CIRCUITS, count, {Attribute.KIND: kind})
+        self._telemetry.gauge(Metrics.QUARANTINED_PROMPTS, num_quarantined)
+
+    def standing(self, *, live: int, workers: int, has_leader: bool) -> None:
+        self._telemetry.gauge(Metrics.LIVE_REQUESTS, live)
+        self._telemetry.gauge(Metrics.WORKERS, workers)
+        self._telemetry.gauge(Metrics.HAS_LEADER, int(has_leader))
 
     def _labels(self, flow: Flow) -> dict[str, str]:
         if flow not in self._named:

@@ -19,7 +19,7 @@ from manylora_shared.coordination.records import SchedulerRecord, WorkerRecord
 from manylora_shared.coordination.session import Election, Mirror, first_of
 from manylora_shared.coordination.space import SpaceWatch
 from manylora_shared.ids import TenantId, WorkerId
-from manylora_shared.telemetry import Telemetry
+from manylora_shared.telemetry import Metrics, Telemetry
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.transport.base import Server, Transport
 
@@ -152,6 +152,7 @@ class SchedulerApp:
 
     async def _lead(self, election: Election) -> None:
         while True:
+            self._telemetry.gauge(Metrics.LEADING, 0)
             epoch = await election.elected()
             clock = ClockKeeper(self._store, epoch)
             predecessor = await self._load(clock, election, epoch)
@@ -179,6 +180,7 @@ class SchedulerApp:
                 rng=self._rng,
             )
             self._servicer.term = term
+            self._telemetry.gauge(Metrics.LEADING, 1)
             try:
                 self._tell_workers(term)
                 await first_of(election.lost(epoch), term.failed())

@@ -12,6 +12,7 @@ from manylora_shared.coordination.base import Store
 from manylora_shared.coordination.peers import PeerSecret, guarded
 from manylora_shared.coordination.records import WorkerRecord
 from manylora_shared.coordination.session import first_of
+from manylora_shared.process.clock import SystemClock
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.transport.base import Server, Transport
@@ -19,7 +20,7 @@ from manylora_shared.transport.base import Server, Transport
 from manylora_worker.config import WorkerConfig
 from manylora_worker.hosting.runtime import Runtime
 from manylora_worker.hosting.stall import LOOK_S, StallJudge
-from manylora_worker.serving.metrics import EngineMetrics
+from manylora_worker.serving.metrics import LOOK_AT_METRICS_S, EngineMetrics, WorkerMetrics
 from manylora_worker.serving.policy_watch import TenantWatch
 from manylora_worker.serving.registration import Registration
 from manylora_worker.serving.servicer import WorkerServicer
@@ -52,6 +53,15 @@ class WorkerApp:
         self._rng = rng
         self._peer_secret = peer_secret
         self._runtime = runtime
+        self._metrics = WorkerMetrics(
+            runtime.view,
+            telemetry,
+            model=runtime.model.name,
+            block_bytes=runtime.model.kv_block_bytes,
+            sequence_slots=config.sequence_slots,
+            device_adapter_bytes=config.device_adapter_bytes,
+        )
+        self._has_readers = telemetry.has_metrics
         self._servicer = WorkerServicer(
             runtime,
             validate,
@@ -60,6 +70,7 @@ class WorkerApp:
             sequence_slots=config.sequence_slots,
             parked_sequences=config.parked_sequences,
             frames_per_s=config.frames_per_s,
+            metrics=self._metrics,
         )
         if telemetry.has_metrics:
             runtime.view.subscribe(EngineMetrics(runtime.view, telemetry, runtime.model.kv_block_bytes))
@@ -67,6 +78,7 @@ class WorkerApp:
         self._server: Server | None = None
         self._registration: Registration | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._telling: asyncio.Task[None] | None = None
         self._engine_has_failed = asyncio.Event()
         runtime.view.when_failed(self._engine_failed)
 
@@ -88,6 +100,8 @@ class WorkerApp:
         """Returns when the worker serves and is registered."""
         self._runtime.start()
         self._watching = asyncio.create_task(self._watch_engine(), name="engine watch")
+        if self._has_readers:
+            self._telling = asyncio.create_task(self._tell_metrics(), name="metrics")
         services = [guarded(self._servicer.service(), self._peer_secret)]
         self._server = await self._transport.serve(self._config.listen, services)
         await self._tenants.start()
@@ -114,12 +128,19 @@ class WorkerApp:
         await self._tenants.close()
         if self._watching is not None:
             self._watching.cancel()
+        if self._telling is not None:
+            self._telling.cancel()
         await self._runtime.stop()
         if self._registration is not None:
             await self._registration.stop()
         self._servicer.end_control()
         if self._server is not None:
             await self._server.stop(_LAST_FRAMES_S)
+
+    async def _tell_metrics(self) -> None:
+        while True:
+            self._metrics.look(self._runtime.now(), SystemClock().now_unix_s())
+            await asyncio.sleep(LOOK_AT_METRICS_S)
 
     async def _watch_engine(self) -> None:
         judge = StallJudge(self._config.stall_s)

@@ -114,6 +114,11 @@ class LocalCluster:
         return [str(child.ready["http"]) for child in self.children.values() if "http" in child.ready]
 
     @property
+    def metrics_addresses(self) -> dict[str, str]:
+        """Of every service, by its name."""
+        return {name: str(child.ready["metrics"]) for name, child in self.children.items() if "metrics" in child.ready}
+
+    @property
     def etcd_address(self) -> str:
         return self._etcd
 
@@ -153,6 +158,7 @@ class LocalCluster:
             "router": self.router,
             "routers": self.router_addresses,
             **({"http": self.http_addresses[0]} if self.http_addresses else {}),
+            "metrics": self.metrics_addresses,
             "etcd": self._etcd,
             "data": str(self._data),
             "key_file": str(self.key_file),
@@ -319,7 +325,7 @@ class LocalCluster:
     def _scheduler_command(self, name: str, ready: Mapping[str, Any]) -> list[str]:
         return [
             *_python(self.options.scheduler_module),
-            *self._common("127.0.0.1:0"),
+            *self._common("127.0.0.1:0", ready),
             f"--scheduler-id={name}",
             *self.options.scheduler_flags,
         ]
@@ -348,7 +354,7 @@ class LocalCluster:
             "threads": _threads(options, num_cores()),
         }
         flags = [f"--{name}={value}" for name, value in settings.items() if value not in ("", None)]
-        return [*_python(options.worker_module), *self._common("127.0.0.1:0"), *flags, *options.worker_flags]
+        return [*_python(options.worker_module), *self._common("127.0.0.1:0", ready), *flags, *options.worker_flags]
 
     def _router_command(self, index: int, ready: Mapping[str, Any]) -> list[str]:
         port = self.options.port if index == 0 else 0
@@ -358,7 +364,7 @@ class LocalCluster:
             http = f"127.0.0.1:{self.options.http_port if index == 0 else 0}"
         return [
             *_python("manylora_router"),
-            *self._common(listen),
+            *self._common(listen, ready),
             f"--router-id=router-{index}",
             f"--model={self.options.model}",
             f"--adapter-store={self.adapter_store}",
@@ -368,11 +374,12 @@ class LocalCluster:
             *self.options.router_flags,
         ]
 
-    def _common(self, listen: str) -> list[str]:
+    def _common(self, listen: str, ready: Mapping[str, Any]) -> list[str]:
         return [
             f"--listen={listen}",
             f"--etcd={self._etcd}",
             f"--peer-secret-file={self.peer_secret_file}",
+            f"--metrics-listen={ready.get('metrics') or '127.0.0.1:0'}",
             *self._tls_flags(),
         ]
 

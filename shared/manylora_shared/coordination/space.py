@@ -7,7 +7,7 @@ import dataclasses
 import logging
 
 from manylora_shared.coordination.base import Space, Store, StoreUnavailable
-from manylora_shared.telemetry import MetricName, Telemetry
+from manylora_shared.telemetry import Metrics, Telemetry
 
 _LOG = logging.getLogger(__name__)
 LOOK_S = 30.0
@@ -36,7 +36,7 @@ class SpaceWatch:
 
     def _take(self, space: Space) -> None:
         self.last = space
-        self._telemetry.gauge(MetricName.ETCD_USED_PART, space.used_bytes / space.quota_bytes)
+        self._telemetry.gauge(Metrics.ETCD_USED_PART, space.used_bytes / space.quota_bytes)
         used = f"{space.used_bytes / _MIB:.1f} of {space.quota_bytes / _MIB:.1f} MiB"
         if space.is_full:
             _LOG.error("etcd is full (%s) and takes no changes: compact and defragment it, then disarm its alarm", used)

@@ -8,7 +8,7 @@ import json
 import logging
 import random
 import signal
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +19,8 @@ from manylora_shared.coordination.peers import PeerSecret
 from manylora_shared.process.heap import freeze_started
 from manylora_shared.process.last_resort import LastResort
 from manylora_shared.process.settings import ServiceSettings
-from manylora_shared.telemetry import Telemetry
+from manylora_shared.telemetry import Metrics, Telemetry
+from manylora_shared.telemetry.metrics_server import MetricsServer
 from manylora_shared.transport.base import Transport
 from manylora_shared.transport.grpc_transport import GrpcTransport
 from manylora_shared.transport.tls import Tls
@@ -109,24 +110,34 @@ async def serve(
             instance_id=instance_id,
             otlp_endpoint=settings.otlp_endpoint,
             trace_file=settings.trace_file,
+            has_exposition=settings.has_exposition,
         )
         ending.push_async_callback(asyncio.to_thread, telemetry.shutdown)
+        more: dict[str, str] = {}
+        if settings.metrics_listen:
+            metrics = MetricsServer(telemetry, settings.metrics_listen, tls.server_context() if tls else None)
+            ending.push_async_callback(asyncio.to_thread, metrics.close)
+            more["metrics"] = metrics.address
         ending.push_async_callback(store.close)
         silence = asyncio.create_task(_say_while_silent(store, settings.etcd), name="etcd's silence")
         ending.callback(silence.cancel)
-        for each in filter(None, (tls, etcd_tls)):
-            renewing = asyncio.create_task(_renew(each), name="certificates")
+        if certified := [each for each in (tls, etcd_tls) if each is not None]:
+            renewing = asyncio.create_task(_renew(certified, telemetry), name="certificates")
             ending.callback(renewing.cancel)
         transport = GrpcTransport(acceptors=acceptors, tls=tls)
         app = await build(Parts(transport, store, telemetry, rng, tls, peer_secret))
         ending.push_async_callback(app.stop)
-        return await _until_stopped(service, app, stop_wanted, last_resort)
+        return await _until_stopped(service, app, more, stop_wanted, last_resort)
 
 
-async def _renew(tls: Tls) -> None:
+async def _renew(all_files: Sequence[Tls], telemetry: Telemetry) -> None:
     while True:
+        ends = [end for files in all_files if (end := files.expires_unix_s) is not None]
+        if ends:
+            telemetry.gauge(Metrics.CERTIFICATE_EXPIRY, min(ends))
         await asyncio.sleep(_RENEW_EVERY_S)
-        await asyncio.to_thread(tls.refresh)
+        for files in all_files:
+            await asyncio.to_thread(files.refresh)
 
 
 async def _say_while_silent(store: Store, endpoints: str) -> None:
@@ -146,7 +157,11 @@ async def _answers(store: Store, endpoints: str) -> bool:
 
 
 async def _until_stopped(
-    service: str, app: App, stop_wanted: asyncio.Task[bool], last_resort: LastResort | None
+    service: str,
+    app: App,
+    more: Mapping[str, str],
+    stop_wanted: asyncio.Task[bool],
+    last_resort: LastResort | None,
 ) -> bool:
     starting = asyncio.create_task(app.start(), name="start")
     await asyncio.wait([starting, stop_wanted], return_when=asyncio.FIRST_COMPLETED)
@@ -157,8 +172,8 @@ async def _until_stopped(
         return True
     starting.result()
     freeze_started()
-    told = {"ready": True, "service": service, "id": app.instance_id, "address": app.address, **app.endpoints}
-    print(json.dumps(told), flush=True)
+    told = {"ready": True, "service": service, "id": app.instance_id, "address": app.address}
+    print(json.dumps({**told, **app.endpoints, **more}), flush=True)
     failing = asyncio.create_task(app.failed(), name="failure")
     await asyncio.wait([failing, stop_wanted], return_when=asyncio.FIRST_COMPLETED)
     if failing.done():

@@ -38,7 +38,13 @@ class ServiceSettings:
     )
     otlp_endpoint: str = setting("", "OTLP gRPC receiver of traces, host:port; empty: none")
     trace_file: str = setting("", "file to append traces to, one JSON object a line; empty: none")
+    metrics_listen: str = setting("", "host:port of /metrics for Prometheus; port 0: any free one; empty: none")
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "on stderr")
+
+    @property
+    def has_exposition(self) -> bool:
+        """Whether there is a /metrics."""
+        return bool(self.metrics_listen)
 
     @property
     def tls_files(self) -> TlsFiles | None:
@@ -79,6 +85,9 @@ class ServiceSettings:
         check_bounds(self)
         self._check_advertise()
         self.check_tls(self.listen, "--listen")
+        if self.metrics_listen:
+            check_listen(self.metrics_listen, "--metrics-listen")
+            self.check_tls(self.metrics_listen, "--metrics-listen")
         self._check_etcd()
 
     def _check_etcd(self) -> None:

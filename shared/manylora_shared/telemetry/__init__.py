@@ -5,8 +5,9 @@
 # telemetry reads no clock and draws no randomness; its spans hand on their parent's traceparent. Spans never carry text
 # of prompts or answers, nor token ids.
 
-from manylora_shared.telemetry.names import Attribute, Attributes, MetricName, SpanName, request_attributes
+from manylora_shared.telemetry.names import Attribute, Attributes, SpanName, request_attributes
+from manylora_shared.telemetry.registry import Metric, Metrics
 from manylora_shared.telemetry.source import Telemetry
 from manylora_shared.telemetry.spans import Span
 
-__all__ = ["Attribute", "Attributes", "MetricName", "Span", "SpanName", "Telemetry", "request_attributes"]
+__all__ = ["Attribute", "Attributes", "Metric", "Metrics", "Span", "SpanName", "Telemetry", "request_attributes"]

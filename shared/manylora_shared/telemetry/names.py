@@ -1,4 +1,4 @@
-"""All names of spans, attributes and metrics; docs/OPERATIONS.md says what each means."""
+"""All names of spans and attributes; docs/OPERATIONS.md says what each means."""
 
 from __future__ import annotations
 
@@ -19,32 +19,6 @@ class SpanName:
     ADAPTER_LOAD = "manylora.adapter_load"
     PREFILL = "manylora.prefill"
     DECODE = "manylora.decode"
-
-
-class MetricName:
-    """The SLO_ ones alone name tenants, of a bounded number."""
-
-    OVERLOAD_LEVEL = "manylora.overload.level"
-    OVERLOAD_TENANTS = "manylora.overload.tenants"
-    OVERLOAD_GIVEN_UP = "manylora.overload.given_up"
-    NOISY_NEIGHBOURS = "manylora.noisy_neighbours"
-    PREEMPTIONS = "manylora.preemptions"
-    KV_EVICTIONS = "manylora.kv.evictions"
-    KV_SWAPS = "manylora.kv.swaps"
-    KV_SWAPPED_BYTES = "manylora.kv.swapped_bytes"
-    KV_HOST_BYTES = "manylora.kv.host_bytes"
-    ADAPTER_EVICTIONS = "manylora.adapter_evictions"
-    UNMET_PINS = "manylora.unmet_pins"
-    ETCD_USED_PART = "manylora.etcd.used_part"
-
-    # what is left of the error budget is 1 - bad / ((1 - target) * (good + bad))
-    SLO_REQUESTS = "manylora.slo.requests"
-    SLO_AVAILABILITY_TARGET = "manylora.slo.availability_target"
-    SLO_FIRST_TOKENS = "manylora.slo.first_tokens"
-    SLO_TTFT = "manylora.slo.ttft_ms"
-    SLO_TPOT = "manylora.slo.tpot_ms"
-    CIRCUITS = "manylora.circuits"
-    QUARANTINED_PROMPTS = "manylora.quarantined_prompts"
 
 
 class Attribute:
@@ -73,7 +47,29 @@ class Attribute:
     DIRECTION = "manylora.direction"
     KV_SWAPPED = "manylora.kv.swapped"
     KV_EVICTED = "manylora.kv.evicted"
+    REASON = "manylora.reason"
+    TIER = "manylora.tier"
+    ENGINE = "manylora.engine"
+    MODEL = "gen_ai.request.model"
+    FINISH_REASON = "manylora.finish_reason"
+    MAX_LORA = "manylora.max_lora"
+    RUNNING_ADAPTERS = "manylora.running_adapters"
+    WAITING_ADAPTERS = "manylora.waiting_adapters"
+    BLOCK_SIZE = "manylora.block_size"
+    NUM_BLOCKS = "manylora.num_blocks"
     ERROR_TYPE = "error.type"
+    # OpenTelemetry's semantic conventions for generative AI (status: development)
+    GENAI_OPERATION = "gen_ai.operation.name"
+    GENAI_PROVIDER = "gen_ai.provider.name"
+    GENAI_MAX_TOKENS = "gen_ai.request.max_tokens"
+    GENAI_TEMPERATURE = "gen_ai.request.temperature"
+    GENAI_TOP_P = "gen_ai.request.top_p"
+    GENAI_TOP_K = "gen_ai.request.top_k"
+    GENAI_CHOICES = "gen_ai.request.choice.count"
+    GENAI_RESPONSE_ID = "gen_ai.response.id"
+    GENAI_INPUT_TOKENS = "gen_ai.usage.input_tokens"
+    GENAI_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+    GENAI_CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
 
 
 def request_attributes(

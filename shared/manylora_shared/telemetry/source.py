@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,31 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 from opentelemetry.trace import SpanKind
 
 from manylora_shared.telemetry.exporters import Recorder, metrics_to_receiver, spans_to_file, spans_to_receiver
+from manylora_shared.telemetry.exposition import Exposition
 from manylora_shared.telemetry.names import Attributes, AttributeValue
+from manylora_shared.telemetry.registry import ALL, Metric
 from manylora_shared.telemetry.spans import LiveSpan, NullSpan, Span, context_of
+from manylora_shared.telemetry.traceparent import trace_id_of
 
 _FLUSH_TIMEOUT_MS = 3000
-_BUCKETS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 30_000, 60_000)
+_BY_OTLP = {metric.otlp: metric for metric in ALL if metric.otlp}
 
 
 class Telemetry:
     """Thread-safe."""
 
     def __init__(
-        self, service: str, *, instance_id: str = "", otlp_endpoint: str = "", trace_file: Path | str = ""
+        self,
+        service: str,
+        *,
+        instance_id: str = "",
+        otlp_endpoint: str = "",
+        trace_file: Path | str = "",
+        has_exposition: bool = False,
     ) -> None:
         """service: `router`, `scheduler` or `worker`. otlp_endpoint: `host:port` or `http://host:port` (plain),
-        `https://host:port` (TLS). trace_file: to append spans to; several processes may share it. With neither,
-        telemetry is disabled.
+        `https://host:port` (TLS). trace_file: to append spans to; several processes may share it. has_exposition:
+        whether there is a `/metrics`. With none of these, telemetry is disabled.
         """
         processors: list[BatchSpanProcessor | SimpleSpanProcessor] = []
         reader: MetricReader | None = None
@@ -42,6 +51,7 @@ class Telemetry:
         if trace_file:
             processors.append(spans_to_file(Path(trace_file)))
         self._start(service, instance_id, processors, reader)
+        self._exposition = Exposition(service) if has_exposition else None
         self._recorder: Recorder | None = None
 
     @classmethod
@@ -53,6 +63,7 @@ class Telemetry:
         """For tests: `recorded()`, `recorded_metrics()`."""
         telemetry = cls.__new__(cls)
         telemetry._recorder = Recorder()
+        telemetry._exposition = Exposition(service)
         telemetry._start(service, instance_id, [SimpleSpanProcessor(telemetry._recorder)], InMemoryMetricReader())
         return telemetry
 
@@ -121,34 +132,62 @@ class Telemetry:
 
     @property
     def has_metrics(self) -> bool:
-        return self._meters is not None
+        return self._meters is not None or self._exposition is not None
 
-    def gauge(self, name: str, value: float, attributes: Attributes | None = None) -> None:
-        # Each combination of attributes is kept as long as the process lives.
-        if self._meters is not None:
+    def gauge(self, metric: Metric, value: float, attributes: Attributes | None = None) -> None:
+        # Over OTLP each combination of attributes is kept as long as the process lives.
+        if self._exposition is not None:
+            self._exposition.gauge(metric, value, attributes)
+        if (name := self._sent_as(metric)) is not None:
             if name not in self._gauges:
-                self._gauges[name] = self._meter.create_gauge(name)
+                self._gauges[name] = self._meter.create_gauge(name, metric.unit, metric.help)
             self._gauges[name].set(value, attributes)
 
-    def count(self, name: str, amount: int, attributes: Attributes | None = None) -> None:
-        if self._meters is not None:
+    def count(self, metric: Metric, amount: int, attributes: Attributes | None = None) -> None:
+        if self._exposition is not None:
+            self._exposition.count(metric, amount, attributes)
+        if (name := self._sent_as(metric)) is not None:
             if name not in self._counters:
-                self._counters[name] = self._meter.create_counter(name)
+                self._counters[name] = self._meter.create_counter(name, metric.unit, metric.help)
             self._counters[name].add(amount, attributes)
 
-    def histogram(self, name: str, duration_ms: float, attributes: Attributes | None = None) -> None:
-        if self._meters is not None:
+    def histogram(
+        self, metric: Metric, value: float, attributes: Attributes | None = None, *, traceparent: str = ""
+    ) -> None:
+        """traceparent: of the request, which `/metrics` names as an example."""
+        if self._exposition is not None:
+            self._exposition.histogram(metric, value, attributes, trace_id_of(traceparent) if self.enabled else "")
+        if (name := self._sent_as(metric)) is not None:
             if name not in self._histograms:
                 self._histograms[name] = self._meter.create_histogram(
-                    name, unit="ms", explicit_bucket_boundaries_advisory=_BUCKETS_MS
+                    name, metric.unit, metric.help, explicit_bucket_boundaries_advisory=metric.buckets
                 )
-            self._histograms[name].record(duration_ms, attributes)
+            self._histograms[name].record(value, attributes)
 
-    def recorded_metrics(self) -> dict[tuple[str, frozenset[tuple[str, AttributeValue]]], float]:
-        """By name and attributes; of a histogram its sum."""
+    def forget(self, metrics: Iterable[Metric], attributes: Attributes) -> None:
+        """Their series with these attributes, at `/metrics`."""
+        if self._exposition is not None:
+            for metric in metrics:
+                self._exposition.forget(metric, attributes)
+
+    def clear(self, metric: Metric) -> None:
+        """All its series, at `/metrics`."""
+        if self._exposition is not None:
+            self._exposition.clear(metric)
+
+    def exposition(self, accept: str = "") -> tuple[bytes, str]:
+        """`/metrics` and its content type, by the Accept header. Takes long where there are many series."""
+        assert self._exposition is not None, "has_exposition was not asked for"
+        return self._exposition.text(accept)
+
+    def _sent_as(self, metric: Metric) -> str | None:
+        return metric.otlp if self._meters is not None and metric.otlp else None
+
+    def recorded_metrics(self) -> dict[tuple[Metric, frozenset[tuple[str, AttributeValue]]], float]:
+        """What OTLP would have, by attributes; of a histogram its sum."""
         assert isinstance(self._reader, InMemoryMetricReader), "this telemetry does not record"
         data = self._reader.get_metrics_data()
-        found: dict[tuple[str, frozenset[tuple[str, AttributeValue]]], float] = {}
+        found: dict[tuple[Metric, frozenset[tuple[str, AttributeValue]]], float] = {}
         for resource in data.resource_metrics if data is not None else ():
             for scope in resource.scope_metrics:
                 for metric in scope.metrics:
@@ -156,7 +195,7 @@ class Telemetry:
                         attributes: Any = dict(point.attributes or {})
                         assert isinstance(point, NumberDataPoint | HistogramDataPoint)
                         value = point.value if isinstance(point, NumberDataPoint) else point.sum
-                        found[metric.name, frozenset(attributes.items())] = value
+                        found[_BY_OTLP[metric.name], frozenset(attributes.items())] = value
         return found
 
     def recorded(self) -> list[dict[str, Any]]:

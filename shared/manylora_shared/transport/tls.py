@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from cryptography import x509
 
 _LOG = logging.getLogger(__name__)
 SYSTEM_CA = "system"  # in place of a file: whom this machine trusts
@@ -81,6 +82,13 @@ class Tls:
         self.generation += 1
         _LOG.info("certificates were reloaded: %s", ", ".join(str(path) for path in self.files.all))
         return True
+
+    @property
+    def expires_unix_s(self) -> float | None:
+        """Of the own certificate; None: there is none."""
+        if self._loaded.cert is None:
+            return None
+        return x509.load_pem_x509_certificate(self._loaded.cert).not_valid_after_utc.timestamp()
 
     def server_credentials(self) -> Any:
         """For gRPC. It asks at every handshake whether they are new."""

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -20,13 +20,13 @@ from manylora_shared.telemetry import Attribute, Span, SpanName, Telemetry, requ
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.slo import SloTracker, verdict_of
 
-from manylora_router.guard.admission import RequestInput
+from manylora_router.guard.admission import ChatPrompt, RequestInput
 from manylora_router.guard.circuits import Change
 from manylora_router.guard.permits import Fault, Guard, Permit
 from manylora_router.links.channels import WorkerChannels
 from manylora_router.links.directory import Directory
 from manylora_router.links.scheduler_client import SchedulerClient
-from manylora_router.metrics import RouterMetrics
+from manylora_router.metrics import COMPLETED, EndedRequest, RouterMetrics
 from manylora_router.request.execution import Execution
 from manylora_router.request.frames import Frame
 from manylora_router.request.job import Job
@@ -95,6 +95,12 @@ class Call:
         self.span = calls.telemetry.span(
             SpanName.REQUEST, parent=request.traceparent, attributes=self._attributes, server=True
         )
+        model = calls.directory.model
+        self._genai = {
+            Attribute.GENAI_OPERATION: "chat" if isinstance(request.prompt, ChatPrompt) else "text_completion",
+            Attribute.MODEL: model.name if model is not None else "",
+        }
+        self._told_at = 0.0  # its last tokens
         self._permit: Permit | None = None
         self._execution: Execution | None = None
         self._held: list[Frame] = []
@@ -115,6 +121,7 @@ class Call:
             self._describe(execution)
         if self._permit is not None:
             self._end_permit(self._permit, execution.fault if execution is not None else Fault.NO_VERDICT)
+        self._measure(error)
         self._account(error if error is None or isinstance(error, Exception) else Cancelled("the caller went away"))
         self.span.end()
 
@@ -143,6 +150,7 @@ class Call:
         while not execution.ended:
             frames = await self._advance(execution)
             self._watch(permit, execution)
+            self._time(frames, execution)
             if not execution.job.can_stream:
                 self._held += frames
                 frames = self._held if execution.ended else []
@@ -167,6 +175,14 @@ class Call:
         if execution.ttft_ms and not permit.has_answered:
             _log(guard.answered(permit))
 
+    def _time(self, frames: Sequence[Frame], execution: Execution) -> None:
+        tokens = sum(len(frame.delta.token_ids) for frame in frames if frame.delta is not None)
+        if tokens and self._calls.metrics.has_readers:
+            job, before, self._told_at = execution.job, self._told_at, asyncio.get_running_loop().time()
+            if before:
+                each_s = (self._told_at - before) * job.n / tokens
+                self._calls.metrics.tokens_came((job.tenant_id, job.qos_class), each_s)
+
     def _end_permit(self, permit: Permit, fault: Fault) -> None:
         ended = self._calls.guard.ended(permit, fault, asyncio.get_running_loop().time())
         _log(ended.changes)
@@ -189,6 +205,40 @@ class Call:
                 counters.failed += 1
             self.span.fail_with(error)
 
+    def _measure(self, error: BaseException | None) -> None:
+        calls, execution = self._calls, self._execution
+        if not calls.metrics.has_readers:
+            return
+        if error is None:
+            outcome = COMPLETED
+        else:
+            outcome = error.label if isinstance(error, ManyloraError) else Cancelled.label
+            if isinstance(error, Exception) and not isinstance(error, ManyloraError):
+                outcome = InternalError.label
+        was_queued = execution is not None and execution.was_queued
+        now = asyncio.get_running_loop().time()
+        ended = EndedRequest(
+            tenant=self._tenant if self._tenant in calls.directory.tenants else "",
+            qos_class=self._request.qos_class,
+            outcome=outcome,
+            is_rejected=isinstance(error, ManyloraError) and not was_queued,
+            total_s=now - self.received_at,
+            genai=self._genai,
+            traceparent=self.span.traceparent,
+        )
+        if execution is not None:
+            tpot_ms = execution.tpot_ms
+            ended = replace(
+                ended,
+                queue_s=execution.queue_ms / 1e3 if execution.worker_id else None,
+                ttft_s=execution.ttft_ms / 1e3 or None,
+                tpot_s=tpot_ms / 1e3 if tpot_ms is not None else None,
+                prompt_tokens=len(execution.job.prompt_token_ids) if execution.ttft_ms else 0,
+                cached_tokens=execution.cached_prompt_tokens,
+                completion_tokens=execution.completion_tokens,
+            )
+        calls.metrics.request_ended(ended, now)
+
     def _account(self, error: Exception | None) -> None:
         """For its flow's objectives. A call of no tenant or class is of no flow."""
         calls, execution, qos_class = self._calls, self._execution, self._request.qos_class
@@ -210,6 +260,25 @@ class Call:
         self.span.set(Attribute.OUTPUT_TOKENS, execution.completion_tokens)
         if execution.ttft_ms:
             self.span.set(Attribute.TTFT_MS, execution.ttft_ms)
+        self.span.set_all(self._genai_of(execution))
+
+    def _genai_of(self, execution: Execution) -> dict[str, str | bool | int | float]:
+        """By OpenTelemetry's conventions."""
+        job, sampling = execution.job, execution.job.sampling
+        return {
+            **self._genai,
+            Attribute.MODEL: job.adapter.name if job.adapter is not None else self._genai[Attribute.MODEL],
+            Attribute.GENAI_PROVIDER: "manylora",
+            Attribute.GENAI_MAX_TOKENS: job.max_tokens,
+            Attribute.GENAI_TEMPERATURE: sampling.temperature,
+            Attribute.GENAI_TOP_P: sampling.top_p,
+            Attribute.GENAI_TOP_K: sampling.top_k,
+            Attribute.GENAI_CHOICES: job.n,
+            Attribute.GENAI_RESPONSE_ID: self.request_id,
+            Attribute.GENAI_INPUT_TOKENS: len(job.prompt_token_ids),
+            Attribute.GENAI_OUTPUT_TOKENS: execution.completion_tokens,
+            Attribute.GENAI_CACHED_TOKENS: execution.cached_prompt_tokens,
+        }
 
 
 def _log(changes: Sequence[Change]) -> None:

@@ -128,6 +128,14 @@ class Execution:
         return self._choices.num_tokens
 
     @property
+    def cached_prompt_tokens(self) -> int:
+        return self._measured.worker.cached_prompt_tokens
+
+    @property
+    def queue_ms(self) -> float:
+        return self._measured.queue_ms
+
+    @property
     def ttft_ms(self) -> float:
         return self._measured.ttft_ms
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from manylora_shared.ids import QosClass, WorkerId
-from manylora_shared.telemetry import Attribute, MetricName, Telemetry
+from manylora_shared.telemetry import Attribute, Metrics, Telemetry
 
 from manylora_scheduler.gates.neighbours import NOISY_KINDS
 from manylora_scheduler.gates.overload import OverloadState
@@ -23,19 +23,31 @@ class TermMetrics:
         telemetry = self._telemetry
         if not telemetry.has_metrics:
             return
-        telemetry.gauge(MetricName.OVERLOAD_LEVEL, state.view.level)
-        telemetry.gauge(MetricName.OVERLOAD_TENANTS, sum(tenant.level > 0 for tenant in state.view.tenants.values()))
+        telemetry.gauge(Metrics.OVERLOAD_LEVEL, state.view.level)
+        telemetry.gauge(Metrics.OVERLOAD_TENANTS, sum(tenant.level > 0 for tenant in state.view.tenants.values()))
         for qos_class, counts in state.counts.items():
             for stage, total in counts.by_stage().items():
                 grown = total - self._given_up.get((qos_class, stage), 0)
                 if grown:
                     self._given_up[qos_class, stage] = total
                     labels = {Attribute.QOS_CLASS: qos_class.value, Attribute.STAGE: stage}
-                    telemetry.count(MetricName.OVERLOAD_GIVEN_UP, grown, labels)
+                    telemetry.count(Metrics.OVERLOAD_GIVEN_UP, grown, labels)
         for kind in NOISY_KINDS:
             noisy = {noisy.tenant_id for noisy in state.noisy if noisy.kind == kind}
-            telemetry.gauge(MetricName.NOISY_NEIGHBOURS, len(noisy), {Attribute.KIND: kind})
+            telemetry.gauge(Metrics.NOISY_NEIGHBOURS, len(noisy), {Attribute.KIND: kind})
+        telemetry.gauge(Metrics.CONNECTED_WORKERS, sum(told is not None for told in workers.values()))
         self._record_adapters(workers)
+
+    def close(self) -> None:
+        """What is now is another's to tell."""
+        for metric in (
+            Metrics.OVERLOAD_LEVEL,
+            Metrics.OVERLOAD_TENANTS,
+            Metrics.NOISY_NEIGHBOURS,
+            Metrics.CONNECTED_WORKERS,
+            Metrics.UNMET_PINS,
+        ):
+            self._telemetry.clear(metric)
 
     def _record_adapters(self, workers: Mapping[WorkerId, Told | None]) -> None:
         # counts fall when the worker is another process: a new beginning, not a loss
@@ -53,6 +65,6 @@ class TermMetrics:
                 counted[worker_id, kind] = total
                 grown = total - before if total >= before else total
                 if grown:
-                    self._telemetry.count(MetricName.ADAPTER_EVICTIONS, grown, {Attribute.KIND: kind})
+                    self._telemetry.count(Metrics.ADAPTER_EVICTIONS, grown, {Attribute.KIND: kind})
         self._evicted = counted
-        self._telemetry.gauge(MetricName.UNMET_PINS, unmet)
+        self._telemetry.gauge(Metrics.UNMET_PINS, unmet)

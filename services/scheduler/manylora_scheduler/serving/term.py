@@ -176,6 +176,7 @@ class Term:
         while self._ending:
             await asyncio.wait(list(self._ending))
         await asyncio.wait([self._keeping])
+        self._metrics.close()
         if was_leading:
             await self._save_last()
         if not self._failure.done():

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from manylora.v1 import worker_pb2
 from manylora_shared.errors import InvalidRequest, NotFound, ServiceUnavailable, Unready, WorkerLost
 from manylora_shared.ids import AdapterUid, RequestId, TenantId, name_problem
+from manylora_shared.metadata import ADAPTER_KEY
 from manylora_shared.stores.adapter_files import is_uid
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import ServerCall, Service
@@ -20,6 +21,7 @@ from manylora_worker.hosting.runtime import Runtime
 from manylora_worker.kinds.api import EngineRequest
 from manylora_worker.serving.adapter_trial import AdapterTrial
 from manylora_worker.serving.control import ControlSession
+from manylora_worker.serving.metrics import WorkerMetrics
 from manylora_worker.serving.spans import ExecuteSpans
 from manylora_worker.serving.wire import engine_request, execute_finished, tokens_frame
 from manylora_worker.weights.adapter_check import AdapterValidator
@@ -49,6 +51,7 @@ class WorkerServicer:
         sequence_slots: int,
         parked_sequences: int,
         frames_per_s: int,
+        metrics: WorkerMetrics,
     ) -> None:
         """frames_per_s: over all streams; faster ones are gathered. A request's first token never waits."""
         self._runtime = runtime
@@ -56,6 +59,7 @@ class WorkerServicer:
         self._validator = validator
         self._trial = AdapterTrial(runtime, validator)
         self._telemetry = telemetry
+        self._metrics = metrics
         self._worker_id = worker_id
         self._sequence_slots = sequence_slots
         self._parked_sequences = parked_sequences
@@ -124,6 +128,7 @@ class WorkerServicer:
         ) as spans:
             stream = self._runtime.submit(request)
             try:
+                self._metrics.comes(request, call.metadata.get(ADAPTER_KEY, ""))
                 await stream.has_something(_STARTED_S)
                 yield worker_pb2.ExecuteResponse(frame=0, started=worker_pb2.ExecuteStarted())
                 frame = 1
@@ -133,15 +138,18 @@ class WorkerServicer:
                     end = batch.end
                     if end is not None:
                         spans.end(end)
+                        self._metrics.ended(request, end)
                     tokens = tokens_frame(frame, batch.outputs)
                     if tokens is not None:
                         spans.count(batch.outputs)
+                        self._metrics.told(request, batch.outputs, self._runtime.now())
                         yield tokens
                         frame += 1
                 if end.kind is EndKind.ENGINE_FAILED:
                     raise WorkerLost(end.message)
                 yield worker_pb2.ExecuteResponse(frame=frame, finished=execute_finished(end))
             finally:
+                self._metrics.left(request)
                 self._let_go(stream)
 
     async def stop_choice(

@@ -18,6 +18,7 @@ from manylora_shared.errors import (
     SlowReader,
     shown,
 )
+from manylora_shared.tenancy.identity import Scope
 from manylora_shared.transport.handling import error_of
 
 from manylora_router.front.gate import account_of, own_tenant
@@ -27,7 +28,7 @@ from manylora_router.front.http.api.answers import Door
 from manylora_router.front.http.api.chat import chat
 from manylora_router.front.http.api.completions import complete
 from manylora_router.front.http.api.messages import AnthropicErrors, count_tokens, create
-from manylora_router.front.http.api.models import health, list_models, one_model, ready, version
+from manylora_router.front.http.api.models import health, list_models, metrics, one_model, ready, version
 from manylora_router.front.http.api.responses import respond
 from manylora_router.front.http.api.tokens import detokenize, tokenize
 from manylora_router.front.http.bodies import BodyRoom
@@ -59,6 +60,9 @@ _ADMIN: Mapping[str, Mapping[str, Handler]] = {  # AdminService says whose keys 
     "/v1/load_lora_adapter": {"POST": load},
     "/v1/unload_lora_adapter": {"POST": unload},
 }
+
+
+_OPERATORS: Mapping[str, Mapping[str, Handler]] = {"/metrics": {"GET": metrics}}
 
 
 class MethodNotAllowed(InvalidRequest):
@@ -117,6 +121,8 @@ class Routes:
             exchange.tenant = self._door.intake.tenant_of(asked.nameless(caller))
         elif (handlers := _ADMIN.get(path)) is not None:
             exchange.tenant = own_tenant(principal)
+        elif (handlers := _OPERATORS.get(path)) is not None:
+            principal.require(Scope.OPERATOR)
         else:
             raise NotFound(f"there is no {shown(exchange.path)} here")
         return handlers

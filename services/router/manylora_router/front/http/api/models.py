@@ -1,7 +1,8 @@
-"""What is served, and whether it is: /v1/models, /health, /ready, /version."""
+"""What is served, and whether and how it is: /v1/models, /health, /ready, /version, /metrics."""
 
 from __future__ import annotations
 
+import asyncio
 from importlib.metadata import version as version_of
 from typing import Any
 
@@ -44,6 +45,11 @@ async def ready(exchange: Exchange, door: Door) -> None:
 
 async def version(exchange: Exchange, door: Door) -> None:
     await exchange.answer({"version": _VERSION})
+
+
+async def metrics(exchange: Exchange, door: Door) -> None:
+    told, content_type = await asyncio.to_thread(door.calls.telemetry.exposition, exchange.headers.get("accept", ""))
+    await exchange.answer_bytes(told, content_type)
 
 
 def _models(exchange: Exchange, door: Door) -> Models:

@@ -1,0 +1,280 @@
+"""Every metric there is, once: OTLP, `/metrics`, the boards and the alert rules are made of this table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from manylora_shared.telemetry.names import Attribute
+
+Kind = Literal["counter", "gauge", "histogram"]
+Service = Literal["router", "scheduler", "worker", "every"]
+
+LABELS: Mapping[str, str] = {
+    Attribute.TENANT_ID: "tenant",
+    Attribute.QOS_CLASS: "class",
+    Attribute.ADAPTER_ID: "adapter",
+    Attribute.OUTCOME: "outcome",
+    Attribute.REASON: "reason",
+    Attribute.TIER: "tier",
+    Attribute.STAGE: "stage",
+    Attribute.KIND: "kind",
+    Attribute.VERDICT: "verdict",
+    Attribute.DIRECTION: "direction",
+    Attribute.GENAI_OPERATION: "operation",
+    Attribute.MODEL: "model_name",
+    Attribute.ENGINE: "engine",
+    Attribute.FINISH_REASON: "finished_reason",
+    Attribute.MAX_LORA: "max_lora",
+    Attribute.RUNNING_ADAPTERS: "running_lora_adapters",
+    Attribute.WAITING_ADAPTERS: "waiting_lora_adapters",
+    Attribute.BLOCK_SIZE: "block_size",
+    Attribute.NUM_BLOCKS: "num_gpu_blocks",
+}
+OTHER = "other"  # instead of a name that is not among those that are used most
+
+_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 30_000, 60_000)
+_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
+_TOKENS = (1, 8, 32, 128, 512, 2_048, 8_192, 32_768, 131_072)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """
+    name: Prometheus's; a counter's series add `_total`.
+    labels: keys of LABELS.
+    otlp: the name over OTLP; empty: not sent, for a receiver could not forget what is no longer named.
+    """
+
+    name: str
+    kind: Kind
+    service: Service
+    help: str
+    labels: Sequence[str] = ()
+    unit: str = ""  # UCUM's
+    buckets: Sequence[float] = ()
+    otlp: str = ""
+
+    @property
+    def series(self) -> str:
+        """What a query names; of a histogram its buckets."""
+        return self.name + {"counter": "_total", "gauge": "", "histogram": "_bucket"}[self.kind]
+
+
+_FLOW = (Attribute.TENANT_ID, Attribute.QOS_CLASS)
+_TENANT = (Attribute.TENANT_ID,)
+_VLLM = (Attribute.ENGINE, Attribute.MODEL)
+_GENAI = (Attribute.GENAI_OPERATION, Attribute.MODEL)
+
+
+def _old(
+    otlp: str, kind: Kind, service: Service, help: str, labels: Sequence[str] = (), unit: str = "", name: str = ""
+) -> Metric:
+    buckets = _MS if kind == "histogram" else ()
+    return Metric(name or otlp.replace(".", "_"), kind, service, help, labels, unit, buckets, otlp)
+
+
+def _genai(name: str, help: str, buckets: Sequence[float]) -> Metric:
+    seconds = name.replace(".", "_") + "_seconds"
+    return Metric(seconds, "histogram", "router", help, _GENAI, "s", buckets, name)
+
+
+def _vllm(
+    name: str, kind: Kind, help: str, labels: Sequence[str] = (), unit: str = "", buckets: Sequence[float] = ()
+) -> Metric:
+    return Metric(f"vllm:{name}", kind, "worker", help, (*_VLLM, *labels), unit, buckets)
+
+
+class Metrics:
+    """Tenants and adapters are those that are used most, the others `other`; of SLO_ ones those with a target."""
+
+    # of the router, by tenant and class
+    REQUESTS = Metric("inference_requests", "counter", "router", "Requests that ended", _FLOW)
+    OUTCOMES = Metric(
+        "request_outcomes", "counter", "router", "Requests by how they ended", (*_FLOW, Attribute.OUTCOME)
+    )
+    REJECTIONS = Metric(
+        "request_rejections",
+        "counter",
+        "router",
+        "Requests refused before they were queued",
+        (*_FLOW, Attribute.REASON),
+    )
+    PROMPT_TOKENS = Metric("prompt_tokens", "counter", "router", "Prompt tokens, cached ones included", _FLOW)
+    CACHED_TOKENS = Metric("cached_prompt_tokens", "counter", "router", "Prompt tokens found in the cache", _FLOW)
+    COMPLETION_TOKENS = Metric("completion_tokens", "counter", "router", "Tokens of answers", _FLOW)
+    TTFT = Metric("ttft_seconds", "histogram", "router", "From arrival to the first token", _FLOW, "s", _SECONDS)
+    TPOT = Metric(
+        "time_per_output_token_seconds",
+        "histogram",
+        "router",
+        "Of a completed answer, for each token after the first",
+        _FLOW,
+        "s",
+        _TOKEN_SECONDS,
+    )
+    INTER_TOKEN = Metric(
+        "inter_token_latency_seconds",
+        "histogram",
+        "router",
+        "Between two frames of a stream, for each token of the later one",
+        _FLOW,
+        "s",
+        _TOKEN_SECONDS,
+    )
+    E2E = Metric("request_duration_seconds", "histogram", "router", "From arrival to the end", _FLOW, "s", _SECONDS)
+    QUEUE_WAIT = Metric("queue_wait_seconds", "histogram", "router", "In the scheduler's queue", _FLOW, "s", _SECONDS)
+    GENAI_DURATION = _genai("gen_ai.server.request.duration", "Duration of a request", _SECONDS)
+    GENAI_TTFT = _genai("gen_ai.server.time_to_first_token", "Time to the first token", _SECONDS)
+    GENAI_TPOT = _genai("gen_ai.server.time_per_output_token", "Time for each token after the first", _TOKEN_SECONDS)
+    # what is left of the error budget is 1 - bad / ((1 - target) * (good + bad))
+    SLO_REQUESTS = _old(
+        "manylora.slo.requests", "counter", "router", "Requests, good or bad", (*_FLOW, Attribute.VERDICT)
+    )
+    SLO_AVAILABILITY_TARGET = _old(
+        "manylora.slo.availability_target", "gauge", "router", "Part of requests that is to be good", _FLOW
+    )
+    SLO_FIRST_TOKENS = _old(
+        "manylora.slo.first_tokens", "counter", "router", "First tokens, in time or late", (*_FLOW, Attribute.VERDICT)
+    )
+    SLO_TTFT = _old("manylora.slo.ttft_ms", "histogram", "router", "Time to the first token", _FLOW, "ms")
+    SLO_TPOT = _old("manylora.slo.tpot_ms", "histogram", "router", "Time for each token after the first", _FLOW, "ms")
+    LIVE_REQUESTS = Metric("live_requests", "gauge", "router", "Requests that run now", otlp="manylora.live_requests")
+    WORKERS = Metric("workers", "gauge", "router", "Workers that are registered", otlp="manylora.workers")
+    HAS_LEADER = Metric(
+        "scheduler_reachable", "gauge", "router", "1: this router has a leader", otlp="manylora.scheduler.reachable"
+    )
+    CIRCUITS = _old("manylora.circuits", "gauge", "router", "Circuits that refuse", (Attribute.KIND,))
+    QUARANTINED_PROMPTS = _old("manylora.quarantined_prompts", "gauge", "router", "Prompts that are not run")
+
+    CERTIFICATE_EXPIRY = Metric(
+        "certificate_expiry_timestamp_seconds",
+        "gauge",
+        "every",
+        "When this process's certificate ends, unix time; where it has one",
+        unit="s",
+        otlp="manylora.certificate_expiry",
+    )
+
+    # of the scheduler; of one that stands by only LEADING and ETCD_USED_PART
+    LEADING = Metric("scheduler_leading", "gauge", "scheduler", "1: it leads", otlp="manylora.scheduler.leading")
+    OVERLOAD_LEVEL = _old("manylora.overload.level", "gauge", "scheduler", "Level of the ladder")
+    OVERLOAD_TENANTS = _old("manylora.overload.tenants", "gauge", "scheduler", "Tenants with a level of their own")
+    OVERLOAD_GIVEN_UP = _old(
+        "manylora.overload.given_up",
+        "counter",
+        "scheduler",
+        "What was given up",
+        (Attribute.QOS_CLASS, Attribute.STAGE),
+    )
+    NOISY_NEIGHBOURS = _old("manylora.noisy_neighbours", "gauge", "scheduler", "Noisy tenants", (Attribute.KIND,))
+    ADAPTER_EVICTIONS = _old(
+        "manylora.adapter_evictions", "counter", "scheduler", "Adapters that left a device", (Attribute.KIND,)
+    )
+    UNMET_PINS = _old("manylora.unmet_pins", "gauge", "scheduler", "Pins whose adapter is not on its device")
+    CONNECTED_WORKERS = Metric(
+        "scheduler_connected_workers",
+        "gauge",
+        "scheduler",
+        "Workers whose stream stands",
+        otlp="manylora.scheduler.connected_workers",
+    )
+    ETCD_USED_PART = _old("manylora.etcd.used_part", "gauge", "scheduler", "Used part of etcd's quota")
+
+    # of the worker
+    KV_IN_USE = Metric("kv_bytes_in_use", "gauge", "worker", "KV blocks that a tenant holds", _TENANT, "By")
+    KV_TENANT_EVICTIONS = Metric(
+        "kv_evictions", "counter", "worker", "Sequences that lost their KV and are computed again", _TENANT
+    )
+    TENANT_PREEMPTIONS = Metric(
+        "preemptions", "counter", "worker", "Sequences that gave up their slot to others", _TENANT
+    )
+    ADAPTER_HITS = Metric(
+        "adapter_cache_hits",
+        "counter",
+        "worker",
+        "Requests whose adapter was on the device when they came",
+        (Attribute.TENANT_ID, Attribute.ADAPTER_ID),
+    )
+    ADAPTER_REQUESTS = Metric(
+        "adapter_requests",
+        "counter",
+        "worker",
+        "Requests by where their adapter was when they came: device, host, disk",
+        (Attribute.TENANT_ID, Attribute.TIER),
+    )
+    ADAPTER_LOADS = Metric(
+        "adapter_loads",
+        "counter",
+        "worker",
+        "Adapters that came to a tier: host, device",
+        (Attribute.TIER,),
+        otlp="manylora.adapter_loads",
+    )
+    COLD_STARTS = Metric(
+        "adapter_cold_start_seconds",
+        "histogram",
+        "worker",
+        "Wait for an adapter, by where it was: host, disk",
+        (Attribute.TIER,),
+        "s",
+        _SECONDS,
+        otlp="manylora.adapter_cold_start",
+    )
+    ADAPTERS_RESIDENT = Metric(
+        "adapters_resident",
+        "gauge",
+        "worker",
+        "Adapters on a tier: host, device",
+        (Attribute.TIER,),
+        otlp="manylora.adapters_resident",
+    )
+    SLOTS_USED = Metric(
+        "sequence_slots_used_ratio",
+        "gauge",
+        "worker",
+        "Running sequences, as a part of the device's slots",
+        otlp="manylora.slots_used_ratio",
+    )
+    STEPS = Metric("engine_steps", "counter", "worker", "Forward passes", otlp="manylora.engine_steps")
+    PREEMPTIONS = _old("manylora.preemptions", "counter", "worker", "Of all tenants", name="manylora_preemptions")
+    KV_EVICTIONS = _old("manylora.kv.evictions", "counter", "worker", "Of all tenants")
+    KV_SWAPS = _old("manylora.kv.swaps", "counter", "worker", "Sequences swapped", (Attribute.DIRECTION,))
+    KV_SWAPPED_BYTES = _old("manylora.kv.swapped_bytes", "counter", "worker", "KV copied", (Attribute.DIRECTION,), "By")
+    KV_HOST_BYTES = _old("manylora.kv.host_bytes", "gauge", "worker", "KV in host memory", unit="By")
+
+    # of the worker, in vLLM's names
+    VLLM_RUNNING = _vllm("num_requests_running", "gauge", "Sequences in a slot")
+    VLLM_WAITING = _vllm("num_requests_waiting", "gauge", "Sequences without one")
+    VLLM_KV_USAGE = _vllm("kv_cache_usage_perc", "gauge", "Used part of the KV blocks, 0 to 1")
+    VLLM_CACHE_CONFIG = _vllm(
+        "cache_config_info", "gauge", "The KV cache", (Attribute.BLOCK_SIZE, Attribute.NUM_BLOCKS)
+    )
+    VLLM_LORA_INFO = Metric(
+        "vllm:lora_requests_info",
+        "gauge",
+        "worker",
+        "Adapters on the device, and those that are waited for; its value is the time",
+        (Attribute.MAX_LORA, Attribute.RUNNING_ADAPTERS, Attribute.WAITING_ADAPTERS),
+    )
+    VLLM_PREEMPTIONS = _vllm("num_preemptions", "counter", "Preempted sequences")
+    VLLM_PROMPT_TOKENS = _vllm("prompt_tokens", "counter", "Prompt tokens")
+    VLLM_CACHED_TOKENS = _vllm("prompt_tokens_cached", "counter", "Prompt tokens found in the cache")
+    VLLM_GENERATION_TOKENS = _vllm("generation_tokens", "counter", "Tokens drawn")
+    VLLM_PREFIX_QUERIES = _vllm("prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache")
+    VLLM_PREFIX_HITS = _vllm("prefix_cache_hits", "counter", "Prompt tokens found there")
+    VLLM_SUCCESS = _vllm("request_success", "counter", "Completed requests", (Attribute.FINISH_REASON,))
+    VLLM_TTFT = _vllm("time_to_first_token_seconds", "histogram", "On this worker", (), "s", _SECONDS)
+    VLLM_ITL = _vllm("inter_token_latency_seconds", "histogram", "Between tokens, a frame's", (), "s", _TOKEN_SECONDS)
+    VLLM_TPOT = _vllm("request_time_per_output_token_seconds", "histogram", "A request's mean", (), "s", _TOKEN_SECONDS)
+    VLLM_E2E = _vllm("e2e_request_latency_seconds", "histogram", "On this worker", (), "s", _SECONDS)
+    VLLM_QUEUE = _vllm("request_queue_time_seconds", "histogram", "Before the first step", (), "s", _SECONDS)
+    VLLM_PREFILL = _vllm("request_prefill_time_seconds", "histogram", "To the first token", (), "s", _SECONDS)
+    VLLM_DECODE = _vllm("request_decode_time_seconds", "histogram", "After the first token", (), "s", _SECONDS)
+    VLLM_REQUEST_PROMPT = _vllm("request_prompt_tokens", "histogram", "Of a request", (), "", _TOKENS)
+    VLLM_REQUEST_GENERATION = _vllm("request_generation_tokens", "histogram", "Of a request", (), "", _TOKENS)
+
+
+ALL: Sequence[Metric] = tuple(each for each in vars(Metrics).values() if isinstance(each, Metric))
