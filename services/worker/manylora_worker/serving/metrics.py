@@ -96,7 +96,10 @@ class WorkerMetrics:
         uid, tenant = request.adapter_uid, request.tenant_id
         if not self._telemetry.has_metrics:
             return
-        self._tenants.used(tenant, 1 + len(request.prompt_token_ids))
+        was_named = self._tenants.is_named(tenant)
+        if self._tenants.used(tenant, 1 + len(request.prompt_token_ids)) and not was_named:
+            for metric in (Metrics.TENANT_PREEMPTIONS, Metrics.KV_TENANT_EVICTIONS):
+                self._telemetry.count(metric, 0, {Attribute.TENANT_ID: tenant})
         if uid is None:
             return
         self._names.pop(uid, None)

@@ -1,0 +1,151 @@
+"""A real Prometheus over TLS: it scrapes a running cluster, takes every rule, and every query of a board finds data."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from manylora.client import Client, RequestFailed
+from manylora.client.credentials import read_key
+from manylora.demo import BASE_FOLDER, BASE_NAME, adapter_folder
+from manylora.local.cluster import ClusterOptions, LocalCluster
+from manylora_shared.coordination import binary
+from manylora_shared.telemetry import Metrics
+
+from deploy import boards
+
+PROMETHEUS = shutil.which("prometheus")
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed (Debian: apt install prometheus)"),
+]
+
+# What comes in need alone (an adapter is on the device from its trial on), and what is looked at twice a minute.
+QUIET = (
+    Metrics.OVERLOAD_GIVEN_UP,
+    Metrics.COLD_STARTS,
+    Metrics.ADAPTER_EVICTIONS,
+    Metrics.KV_SWAPS,
+    Metrics.KV_SWAPPED_BYTES,
+    Metrics.ETCD_USED_PART,
+)
+POLICY = """\
+tenant_id: acme
+classes:
+  interactive: {weight: 4, slo: {ttft_p95_ms: 60000, availability: 0.5}}
+"""
+
+
+@contextmanager
+def prometheus(cluster: LocalCluster, folder: Path) -> Iterator[str]:
+    """Its address."""
+    assert PROMETHEUS is not None
+    scrape = {
+        "job_name": "manylora",
+        "scheme": "https",
+        "tls_config": {"ca_file": cluster.tls_ca},
+        "static_configs": [{"targets": list(cluster.metrics_addresses.values())}],
+    }
+    config = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": [str(boards.RULES)],
+        "scrape_configs": [scrape],
+    }
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    address = f"127.0.0.1:{binary.free_port()}"
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [
+                PROMETHEUS,
+                f"--config.file={folder / 'prometheus.yml'}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address={address}",
+                "--enable-feature=exemplar-storage",
+            ],
+            stderr=log,
+            stdout=log,
+        )
+    try:
+        yield address
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def ask(address: str, path: str, **query: str) -> Any:
+    url = f"http://{address}/api/v1/{path}?{urllib.parse.urlencode(query)}"
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return json.load(answer)["data"]
+
+
+async def traffic(client: Client, seconds: float) -> None:
+    ends = time.monotonic() + seconds
+    turn = 0
+    while time.monotonic() < ends:
+        turn += 1
+        tenant, adapter = (("acme", "upper"), ("birch", "words"), ("acme", ""))[turn % 3]
+        request_class = "interactive" if tenant == "acme" else "batch"
+        await client.complete(f"ab{turn}", tenant=tenant, adapter=adapter, qos_class=request_class, max_tokens=24)
+        with pytest.raises(RequestFailed):
+            await client.complete("x", tenant="birch", adapter="unknown", max_tokens=1)
+
+
+def queries() -> list[str]:
+    panels = [panel for board in boards.ALL_BOARDS.values() for panel in board]
+    return [query for panel in panels for query in panel.queries.values()]
+
+
+def may_be_empty(query: str) -> bool:
+    return any(metric.series in query for metric in QUIET)
+
+
+async def test_a_real_prometheus_finds_all_that_boards_and_rules_name(tmp_path: Path) -> None:
+    options = ClusterOptions(
+        model=BASE_FOLDER, model_name=BASE_NAME, data=tmp_path / "data", http_port=0, tls=True, threads=1
+    )
+    async with LocalCluster(options) as cluster:
+        key = read_key(cluster.key_file)
+        async with Client(cluster.router, key=key, tls_ca=cluster.tls_ca, retry=None) as client:
+            await client.tenants.apply(POLICY)
+            await client.tenants.apply("tenant_id: birch\n")
+            await client.adapters.add("acme", "upper", adapter_folder("upper"))
+            await client.adapters.add("birch", "words", adapter_folder("words"))
+            with prometheus(cluster, tmp_path) as address:
+                await traffic(client, 12.0)
+                found = await asyncio.to_thread(look, address)
+    up, empty, rules, fired = found
+    assert len(up) == len(cluster.metrics_addresses)
+    assert set(up.values()) == {"1"}, up
+    assert not empty
+    assert set(rules.values()) == {"ok"}, rules
+    assert len(rules) == sum(len(group["rules"]) for group in boards.rules()["groups"])
+    assert not fired
+
+
+def look(address: str) -> tuple[dict[str, str], list[str], dict[str, str], list[str]]:
+    """Who answers, which queries are without data, how rules do, and which alerts are on."""
+    up = {each["metric"]["instance"]: each["value"][1] for each in ask(address, "query", query="up")["result"]}
+    empty = []
+    for query in queries():
+        shown = query.replace("$__rate_interval", "20s").replace("$tenant", ".*")
+        if not ask(address, "query", query=shown)["result"] and not may_be_empty(query):
+            empty.append(shown)
+    groups = ask(address, "rules")["groups"]
+    rules = {rule["name"]: rule["health"] for group in groups for rule in group["rules"]}
+    return (
+        up,
+        empty,
+        rules,
+        [alert["labels"]["alertname"] for alert in ask(address, "alerts")["alerts"] if alert["state"] == "firing"],
+    )
