@@ -9,7 +9,7 @@ FUZZ_SECONDS ?= 600
 FUZZ ?=
 
 # What pytest runs by default (pyproject.toml), and the folders and files of pure modules' tests.
-DEFAULT := not gpu and not slow and not compose and not mutants and not kernels and not wide
+DEFAULT := not gpu and not slow and not compose and not mutants and not kernels and not wide and not clients
 PURE := tests/properties tests/scheduler tests/worker/pure
 
 VENV := .venv
@@ -18,7 +18,7 @@ STAMP := $(VENV)/.installed
 COMPILED := $(VENV)/.compiled
 
 .DEFAULT_GOAL := help
-.PHONY: help install compiled demo up quick test wide test-all house oracle soak sim mutants kernels fairness shares fuzz check lint types layers format proto compose-test clean
+.PHONY: help install compiled demo up quick test wide test-all house oracle soak sim mutants kernels fairness shares fuzz check lint types layers format proto test-clients compose-test clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
@@ -106,6 +106,10 @@ house: $(STAMP) ## how the house stands: folders, docstrings, longest functions,
 
 proto: $(STAMP) ## generate the stubs from protos/
 	@$(BIN)/python protos/generate.py
+
+test-clients: $(STAMP) ## other people's clients against the real model: OpenAI's, Anthropic's, litellm, langchain, lm-eval
+	@test -x .venv-clients/bin/lm_eval || { $(PYTHON) -m venv .venv-clients && .venv-clients/bin/pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt; }
+	@$(BIN)/python -m pytest -q -m clients tests/clients
 
 compose-test: $(STAMP) ## build the images, run docker-compose.yml and check it from outside
 	@$(BIN)/python -m pytest -q -m compose tests/compose

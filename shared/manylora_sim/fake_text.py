@@ -74,6 +74,10 @@ class FakeText:
     def token(self, token_id: int) -> str:
         return FakeDetokenizer(self._first_byte_id).push([token_id])
 
+    @property
+    def info(self) -> Mapping[str, Any]:
+        return {"tokenizer_class": "FakeText", "eos_token": None, "chat_template": None}
+
     async def decode(self, token_ids: Sequence[int]) -> str:
         return FakeDetokenizer(self._first_byte_id).push(token_ids)
 

@@ -24,6 +24,12 @@ async def test_a_text_and_its_tokens() -> None:
         assert (await post(front, "/tokenize", {"messages": messages}))["tokens"] == ids_of("user: hi\n")
 
 
+async def test_what_the_tokenizer_is() -> None:
+    async with http_front() as front, front.openai() as client:
+        told = await client.get(f"{front.url}/tokenizer_info", cast_to=dict)
+    assert told == {"tokenizer_class": "FakeText", "eos_token": None, "chat_template": None, "model_max_length": 256}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

@@ -422,3 +422,16 @@ async def test_templates_are_given_tools_and_calls() -> None:
         assert await service.decode(ids) == json.dumps(tools) + "assistant:7"
     finally:
         await service.close()
+
+
+async def test_what_a_tokenizer_is_names_its_special_tokens_and_template() -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="</s>", chat_template=TEMPLATE)
+    service = HfTextService(tokenizer)
+    info = service.info
+    assert (info["eos_token"], info["bos_token"], info["chat_template"]) == ("</s>", None, TEMPLATE)
+    assert info["tokenizer_class"]
+    await service.close()
+    with pytest.raises(Unready):
+        _ = TokenIdsOnlyText().info

@@ -40,6 +40,10 @@ class TextService(Protocol):
     def end_token_ids(self) -> Sequence[int]:
         """Ends of an answer, for a model whose configuration names none."""
 
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """Of the tokenizer, as its tokenizer_config.json names it. Raises Unready."""
+
     async def encode(self, text: str, add_special_tokens: bool = True) -> Sequence[int]:
         """Begin-of-sequence included, where it is to be."""
 
@@ -126,6 +130,10 @@ class TokenIdsOnlyText:
 
     def token(self, token_id: int) -> str:
         return f"token_id:{token_id}"
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        raise Unready("tokenizer_info: this router has no tokenizer")
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         raise Unready("tokens: this router has no tokenizer")
@@ -252,6 +260,18 @@ class HfTextService:
     async def decode(self, token_ids: Sequence[int]) -> str:
         return await self._in_thread(self._decode_all, token_ids)
 
+    @property
+    def info(self) -> Mapping[str, Any]:
+        template = self._template
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        specials = {name: None if (token := getattr(self._tokenizer, name)) is None else str(token) for name in names}
+        return {"tokenizer_class": type(self._tokenizer).__name__, **specials, "chat_template": template}
+
+    @property
+    def _template(self) -> str | None:
+        template = getattr(self._tokenizer, "chat_template", None)
+        return template.get("default") if isinstance(template, dict) else template
+
     async def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
@@ -259,11 +279,8 @@ class HfTextService:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
 
     def _differences(self, brought: BroughtTokenizer) -> list[FieldViolation]:
-        template = getattr(self._tokenizer, "chat_template", None)
-        if isinstance(template, dict):
-            template = template.get("default")
         known = brought.added_tokens.keys() <= self._added.keys()
-        return differences(brought, template or "", self._added if known else self._tokenizer.get_vocab())
+        return differences(brought, self._template or "", self._added if known else self._tokenizer.get_vocab())
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # `verbose=False`: no warning about model_max_length; admission checks the length.

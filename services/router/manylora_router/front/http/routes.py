@@ -30,7 +30,7 @@ from manylora_router.front.http.api.completions import complete
 from manylora_router.front.http.api.messages import AnthropicErrors, count_tokens, create
 from manylora_router.front.http.api.models import health, list_models, metrics, one_model, ready, version
 from manylora_router.front.http.api.responses import respond
-from manylora_router.front.http.api.tokens import detokenize, tokenize
+from manylora_router.front.http.api.tokens import detokenize, tokenize, tokenizer_info
 from manylora_router.front.http.bodies import BodyRoom
 from manylora_router.front.http.exchange import Exchange, Gone, Message, Receive, Send
 
@@ -51,6 +51,7 @@ _GUARDED: Mapping[str, Mapping[str, Handler]] = {
     "/v1/messages/count_tokens": {"POST": count_tokens},
     "/tokenize": {"POST": tokenize},
     "/detokenize": {"POST": detokenize},
+    "/tokenizer_info": {"GET": tokenizer_info},
     "/v1/models": {"GET": list_models},
     _MODEL: {"GET": one_model},
 }

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as vLLM has them."""
+"""POST /tokenize and /detokenize and GET /tokenizer_info, as vLLM has them."""
 
 from __future__ import annotations
 
@@ -31,6 +31,10 @@ async def tokenize(exchange: Exchange, door: Door) -> None:
     if wants_texts:
         answer["token_strs"] = [door.text.token(token_id) for token_id in tokens]
     await exchange.answer(answer)
+
+
+async def tokenizer_info(exchange: Exchange, door: Door) -> None:
+    await exchange.answer({**door.text.info, "model_max_length": door.intake.max_context_tokens})
 
 
 async def detokenize(exchange: Exchange, door: Door) -> None:
