@@ -105,6 +105,14 @@ async def test_an_echo_has_the_prompts_logprobs(max_tokens: int, stream: bool) -
     assert [choice.finish_reason for choice in choices][-1] == "length"
 
 
+@pytest.mark.parametrize(("fields", "ends"), [({"logprobs": 1}, 0), ({"logprobs": 1, "max_tokens": 2}, 1), ({}, 1)])
+async def test_one_token_behind_an_echo_with_logprobs_is_always_there(fields: dict[str, Any], ends: int) -> None:
+    async with http_front(scoring if fields else None) as front, front.openai() as client:
+        await client.completions.create(**{"model": "tiny", "prompt": "hi", "echo": True, "max_tokens": 1, **fields})
+        [asked] = [request for worker in front.cluster.workers for request in worker.executed]
+    assert len(asked.stop_token_ids) == ends
+
+
 async def test_a_prompts_logprobs_by_themselves() -> None:
     async with http_front(scoring) as front, front.openai() as client:
         answer = await client.completions.create(

@@ -47,6 +47,8 @@ def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[list[RequestI
         if told is None:
             exchange.names["prompt_logprobs"] = "logprobs"
         told = max(form.top_logprobs, told or 0)
+        # lm-eval cuts the one token behind the prompt off, whatever it is: it has to be there.
+        request = replace(request, ignore_eos=request.ignore_eos or request.max_tokens == 1)
     sampling = replace(request.sampling, prompt_logprobs=told)
     requests = [replace(request, prompt=prompt, sampling=sampling) for prompt in prompts]
     requests[0] = replace(requests[0], request_id=exchange.request_id)
