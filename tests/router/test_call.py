@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 
 import pytest
 from manylora_router.guard.admission import RequestInput
 from manylora_router.guard.permits import Fault, Permit
 from manylora_router.request.call import Call, CallCounters
 from manylora_shared.errors import InternalError, Unready
+from manylora_shared.telemetry import logs
 from router_fakes import RouterCluster, plain_request, simulate
 
 
@@ -108,3 +110,5 @@ def test_a_bug_ends_the_request_as_an_internal_error(caplog: pytest.LogCaptureFi
 
     simulate(test)
     assert "ZeroDivisionError" in caplog.text
+    (line,) = (record for record in caplog.records if "nobody foresaw" in record.getMessage())
+    assert len(json.loads(logs.JsonFormatter("router").format(line))["trace_id"]) == 32

@@ -115,7 +115,7 @@ def test_a_tenants_key_speaks_for_nobody_else() -> None:
     simulate(test)
 
 
-def test_a_failure_comes_after_its_last_frame() -> None:
+def test_a_failure_comes_after_its_last_frame_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def test(cluster: RouterCluster) -> None:
         door = await Door(cluster, await plain_request(cluster)).ask()
         assert isinstance(door.error, WorkerLost)
@@ -125,6 +125,7 @@ def test_a_failure_comes_after_its_last_frame() -> None:
         assert cluster.app.calls.counters.failed == 1
 
     simulate(test, script=lost)
+    assert [each.getMessage() for each in caplog.records].count("a request failed") == 1
 
 
 def test_a_deadline_is_the_requests_own() -> None:

@@ -165,7 +165,8 @@ class Call:
         try:
             return await execution.advance()
         except Exception:
-            _LOG.exception("request %s failed", self.request_id)
+            more = fields(request=self.request_id, traceparent=self.span.traceparent)
+            _LOG.exception("what nobody foresaw ends a request", extra=more)
             return execution.fail(InternalError("internal error"))
 
     def _watch(self, permit: Permit, execution: Execution) -> None:
@@ -203,7 +204,22 @@ class Call:
                 counters.rejected += 1
             else:
                 counters.failed += 1
+                self._log_failure(error)
             self.span.fail_with(error)
+
+    def _log_failure(self, error: Exception) -> None:
+        told = error if isinstance(error, ManyloraError) else InternalError("internal error")
+        adapter = self._execution.job.adapter if self._execution is not None else None
+        more = fields(
+            request=self.request_id,
+            tenant=self._tenant,
+            adapter=adapter.name if adapter is not None else "",
+            worker=self._execution.worker_id if self._execution is not None else "",
+            outcome=told.label,
+            error=told.message,
+            traceparent=self.span.traceparent,
+        )
+        _LOG.warning("a request failed", extra=more)
 
     def _measure(self, error: BaseException | None) -> None:
         calls, execution = self._calls, self._execution

@@ -200,7 +200,13 @@ class Execution:
                     raise WorkerLost(message, retry_after_s=1.0) from e
                 _LOG.info(
                     "worker not reached, queued again",
-                    extra=fields(request=self.job.request_id, worker=grant.worker_id, attempt=attempt, error=str(e)),
+                    extra=fields(
+                        request=self.job.request_id,
+                        worker=grant.worker_id,
+                        attempt=attempt,
+                        error=str(e),
+                        traceparent=self.job.traceparent,
+                    ),
                 )
                 pause_s = min(_MIN_RETRY_S * 2**attempt, _MAX_RETRY_S)
                 async with Deadline(self.job.deadline):
@@ -257,7 +263,7 @@ class Execution:
         except (ManyloraError, TimeoutError) as e:
             _LOG.warning(
                 "a stopped request ends without its worker's figures",
-                extra=fields(request=self.job.request_id, error=str(e)),
+                extra=fields(request=self.job.request_id, error=str(e), traceparent=self.job.traceparent),
             )
         else:
             self._hear_word(message.finished)

@@ -122,7 +122,8 @@ class WorkerStream:
                 await self._channel.call(STOP_CHOICE, request, timeout=_STOP_CHOICE_TIMEOUT_S)
             except RpcError as e:
                 # Costs the worker the rest of the choice, and the caller nothing.
-                _LOG.warning("StopChoice failed", extra=fields(request=self._request_id, error=str(e)))
+                more = fields(request=self._request_id, error=str(e), traceparent=self._span.traceparent)
+                _LOG.warning("StopChoice failed", extra=more)
 
         self._stopping.append(asyncio.create_task(tell(), name="stop-choice"))
 
