@@ -98,7 +98,7 @@ class Load:
                 else:
                     await client.adapters.add(tenant, name, adapter_folder(self._rng.choice(SKILLS)))
             except RequestFailed as failure:
-                if failure.code not in ("NOT_FOUND", "ALREADY_EXISTS"):
+                if failure.code != "NOT_FOUND":
                     raise
             await asyncio.sleep(self._rng.uniform(0.05, 0.4))
 
