@@ -93,7 +93,9 @@ def test_what_changes_nothing_is_ignored() -> None:
     "document",
     [
         {"store": True},
-        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "yaml"}},
+        {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+        {"structured_outputs": {"structural_tag": "a"}},
         {"use_beam_search": True},
         {"prompt_logprobs": 1},  # but by who tells them
         {"cache_salt": "x"},

@@ -61,7 +61,7 @@ async def test_a_stream_adds_up(most: int | None) -> None:
         ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": []}, "input"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
         ({"nobody": 1}, "nobody"),
     ],

@@ -236,6 +236,7 @@ class RouterApp:
         await self.channels.close()
         await self.directory.close()
         await self._text.close()
+        self.intake.close()
         for error in ended:
             if error is not None and not isinstance(error, asyncio.CancelledError):
                 raise error

@@ -23,19 +23,19 @@ from manylora_worker.config import WorkerConfig
 from manylora_worker.hosting.engine import C, EngineBuilder, host
 from manylora_worker.hosting.runtime import Runtime
 from manylora_worker.models.parts import EngineParts
-from manylora_worker.weights.adapter_check import AdapterValidator
 
 _LOG = logging.getLogger("manylora_worker")
 _SILENCE = 2.0  # of a whole process, in times of an engine's
 
 
-async def build(config: WorkerConfig, runtime: Runtime, validator: AdapterValidator, parts: Parts) -> WorkerApp:
+async def build(config: WorkerConfig, runtime: Runtime, engine: EngineParts, parts: Parts) -> WorkerApp:
     return WorkerApp(
         config,
         transport=UnbundlingTransport(parts.transport),
         store=parts.store,
         runtime=runtime,
-        validate=validator,
+        validate=engine.validator,
+        constraints=engine.constraints,
         telemetry=parts.telemetry,
         rng=parts.rng,
         peer_secret=parts.peer_secret,
@@ -61,8 +61,8 @@ def run(kind: type[C], build_engine: EngineBuilder[C]) -> NoReturn:
     try:
         config.peer_secret(random.SystemRandom().getrandbits)
         service_loop.run(look_for_etcd(config))  # before the model is loaded, which takes minutes
-        runtime, validator = host(config, build_engine)
-        build_app = functools.partial(build, config, runtime, validator)
+        runtime, engine = host(config, build_engine)
+        build_app = functools.partial(build, config, runtime, engine)
         serving = serve(
             "worker",
             config,

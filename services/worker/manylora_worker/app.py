@@ -18,6 +18,7 @@ from manylora_shared.telemetry.logs import fields
 from manylora_shared.transport.base import Server, Transport
 
 from manylora_worker.config import WorkerConfig
+from manylora_worker.constraints.compiler import ConstraintCompiler
 from manylora_worker.hosting.runtime import Runtime
 from manylora_worker.hosting.stall import LOOK_S, StallJudge
 from manylora_worker.serving.metrics import LOOK_AT_METRICS_S, EngineMetrics, WorkerMetrics
@@ -40,6 +41,7 @@ class WorkerApp:
         store: Store,
         runtime: Runtime,
         validate: AdapterValidator,
+        constraints: ConstraintCompiler | None = None,
         telemetry: Telemetry,
         rng: random.Random,
         peer_secret: PeerSecret,
@@ -62,6 +64,7 @@ class WorkerApp:
             device_adapter_bytes=config.device_adapter_bytes,
         )
         self._has_readers = telemetry.has_metrics
+        self._constraints = constraints
         self._servicer = WorkerServicer(
             runtime,
             validate,
@@ -71,6 +74,7 @@ class WorkerApp:
             parked_sequences=config.parked_sequences,
             frames_per_s=config.frames_per_s,
             metrics=self._metrics,
+            constraints=constraints,
         )
         if telemetry.has_metrics:
             runtime.view.subscribe(EngineMetrics(runtime.view, telemetry, runtime.model.kv_block_bytes))
@@ -131,6 +135,8 @@ class WorkerApp:
         if self._telling is not None:
             self._telling.cancel()
         await self._runtime.stop()
+        if self._constraints is not None:
+            self._constraints.close()
         if self._registration is not None:
             await self._registration.stop()
         self._servicer.end_control()

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18manylora/v1/common.proto\x12\x0bmanylora.v1\"\xfc\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x19\n\x0ctop_logprobs\x18\t \x01(\rH\x08\x88\x01\x01\x12>\n\nlogit_bias\x18\n \x03(\x0b\x32*.manylora.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\x0b \x01(\rH\t\x88\x01\x01\x12\x11\n\tbad_words\x18\x0c \x03(\t\x12\x1c\n\x0fprompt_logprobs\x18\r \x01(\rH\n\x88\x01\x01\x12\x1d\n\x11\x61llowed_token_ids\x18\x0e \x03(\rB\x02\x10\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x0f\n\r_top_logprobsB\r\n\x0b_min_tokensB\x12\n\x10_prompt_logprobs\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"Y\n\x10PositionLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.manylora.v1.TokenLogprob\x12\x0c\n\x04rank\x18\x03 \x01(\r\"W\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\"~\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x02 \x01(\x01\x12\x10\n\x08total_ms\x18\x03 \x01(\x01\x12\x17\n\x0f\x61\x64\x61pter_wait_ms\x18\x04 \x01(\x01\x12\x12\n\nprefill_ms\x18\x05 \x01(\x01\x12\x11\n\tdecode_ms\x18\x06 \x01(\x01*m\n\x08QosClass\x12\x19\n\x15QOS_CLASS_UNSPECIFIED\x10\x00\x12\x19\n\x15QOS_CLASS_INTERACTIVE\x10\x01\x12\x16\n\x12QOS_CLASS_STANDARD\x10\x02\x12\x13\n\x0fQOS_CLASS_BATCH\x10\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\xf0\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x15\n\x11OUTCOME_COMPLETED\x10\x01\x12\x15\n\x11OUTCOME_CANCELLED\x10\x02\x12\x1d\n\x19OUTCOME_DEADLINE_EXCEEDED\x10\x03\x12\x17\n\x13OUTCOME_WORKER_LOST\x10\x04\x12\x1a\n\x16OUTCOME_ADAPTER_FAILED\x10\x05\x12\x14\n\x10OUTCOME_INTERNAL\x10\x06\x12\x17\n\x13OUTCOME_SLOW_READER\x10\x07\x12\x1b\n\x17OUTCOME_QUOTA_EXHAUSTED\x10\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18manylora/v1/common.proto\x12\x0bmanylora.v1\"\xfc\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x19\n\x0ctop_logprobs\x18\t \x01(\rH\x08\x88\x01\x01\x12>\n\nlogit_bias\x18\n \x03(\x0b\x32*.manylora.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\x0b \x01(\rH\t\x88\x01\x01\x12\x11\n\tbad_words\x18\x0c \x03(\t\x12\x1c\n\x0fprompt_logprobs\x18\r \x01(\rH\n\x88\x01\x01\x12\x1d\n\x11\x61llowed_token_ids\x18\x0e \x03(\rB\x02\x10\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x0f\n\r_top_logprobsB\r\n\x0b_min_tokensB\x12\n\x10_prompt_logprobs\"\x91\x01\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12)\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x17.manylora.v1.ChoiceListH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\x1d\n\nChoiceList\x12\x0f\n\x07\x63hoices\x18\x01 \x03(\t\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"Y\n\x10PositionLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.manylora.v1.TokenLogprob\x12\x0c\n\x04rank\x18\x03 \x01(\r\"W\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\"~\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x02 \x01(\x01\x12\x10\n\x08total_ms\x18\x03 \x01(\x01\x12\x17\n\x0f\x61\x64\x61pter_wait_ms\x18\x04 \x01(\x01\x12\x12\n\nprefill_ms\x18\x05 \x01(\x01\x12\x11\n\tdecode_ms\x18\x06 \x01(\x01*m\n\x08QosClass\x12\x19\n\x15QOS_CLASS_UNSPECIFIED\x10\x00\x12\x19\n\x15QOS_CLASS_INTERACTIVE\x10\x01\x12\x16\n\x12QOS_CLASS_STANDARD\x10\x02\x12\x13\n\x0fQOS_CLASS_BATCH\x10\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\xf0\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x15\n\x11OUTCOME_COMPLETED\x10\x01\x12\x15\n\x11OUTCOME_CANCELLED\x10\x02\x12\x1d\n\x19OUTCOME_DEADLINE_EXCEEDED\x10\x03\x12\x17\n\x13OUTCOME_WORKER_LOST\x10\x04\x12\x1a\n\x16OUTCOME_ADAPTER_FAILED\x10\x05\x12\x14\n\x10OUTCOME_INTERNAL\x10\x06\x12\x17\n\x13OUTCOME_SLOW_READER\x10\x07\x12\x1b\n\x17OUTCOME_QUOTA_EXHAUSTED\x10\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,22 +35,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_SAMPLINGPARAMS'].fields_by_name['allowed_token_ids']._loaded_options = None
   _globals['_SAMPLINGPARAMS'].fields_by_name['allowed_token_ids']._serialized_options = b'\020\001'
-  _globals['_QOSCLASS']._serialized_start=1039
-  _globals['_QOSCLASS']._serialized_end=1148
-  _globals['_FINISHREASON']._serialized_start=1150
-  _globals['_FINISHREASON']._serialized_end=1245
-  _globals['_OUTCOME']._serialized_start=1248
-  _globals['_OUTCOME']._serialized_end=1488
+  _globals['_QOSCLASS']._serialized_start=1218
+  _globals['_QOSCLASS']._serialized_end=1327
+  _globals['_FINISHREASON']._serialized_start=1329
+  _globals['_FINISHREASON']._serialized_end=1424
+  _globals['_OUTCOME']._serialized_start=1427
+  _globals['_OUTCOME']._serialized_end=1667
   _globals['_SAMPLINGPARAMS']._serialized_start=42
   _globals['_SAMPLINGPARAMS']._serialized_end=678
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=457
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=505
-  _globals['_TOKENLOGPROB']._serialized_start=680
-  _globals['_TOKENLOGPROB']._serialized_end=729
-  _globals['_POSITIONLOGPROBS']._serialized_start=731
-  _globals['_POSITIONLOGPROBS']._serialized_end=820
-  _globals['_USAGE']._serialized_start=822
-  _globals['_USAGE']._serialized_end=909
-  _globals['_TIMINGS']._serialized_start=911
-  _globals['_TIMINGS']._serialized_end=1037
+  _globals['_CONSTRAINT']._serialized_start=681
+  _globals['_CONSTRAINT']._serialized_end=826
+  _globals['_CHOICELIST']._serialized_start=828
+  _globals['_CHOICELIST']._serialized_end=857
+  _globals['_TOKENLOGPROB']._serialized_start=859
+  _globals['_TOKENLOGPROB']._serialized_end=908
+  _globals['_POSITIONLOGPROBS']._serialized_start=910
+  _globals['_POSITIONLOGPROBS']._serialized_end=999
+  _globals['_USAGE']._serialized_start=1001
+  _globals['_USAGE']._serialized_end=1088
+  _globals['_TIMINGS']._serialized_start=1090
+  _globals['_TIMINGS']._serialized_end=1216
 # @@protoc_insertion_point(module_scope)

@@ -19,7 +19,7 @@ ADAPTER_TIER_HOST: AdapterTier
 ADAPTER_TIER_DEVICE: AdapterTier
 
 class ExecuteRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "tenant_id", "qos_class", "adapter_uid", "prompt_token_ids", "max_tokens", "sampling", "stop_token_ids", "n", "emitted_token_ids", "bad_sequences")
+    __slots__ = ("request_id", "epoch", "tenant_id", "qos_class", "adapter_uid", "prompt_token_ids", "max_tokens", "sampling", "stop_token_ids", "n", "emitted_token_ids", "bad_sequences", "constraint")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class ExecuteRequest(_message.Message):
     N_FIELD_NUMBER: _ClassVar[int]
     EMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BAD_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     tenant_id: str
@@ -44,7 +45,8 @@ class ExecuteRequest(_message.Message):
     n: int
     emitted_token_ids: _containers.RepeatedScalarFieldContainer[int]
     bad_sequences: _containers.RepeatedCompositeFieldContainer[TokenSequence]
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., adapter_uid: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., n: _Optional[int] = ..., emitted_token_ids: _Optional[_Iterable[int]] = ..., bad_sequences: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ...) -> None: ...
+    constraint: _common_pb2.Constraint
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., adapter_uid: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., n: _Optional[int] = ..., emitted_token_ids: _Optional[_Iterable[int]] = ..., bad_sequences: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., constraint: _Optional[_Union[_common_pb2.Constraint, _Mapping]] = ...) -> None: ...
 
 class TokenSequence(_message.Message):
     __slots__ = ("token_ids",)

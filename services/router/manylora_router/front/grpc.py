@@ -9,6 +9,7 @@ from typing import Any
 
 from google.protobuf import struct_pb2
 from manylora.v1 import common_pb2, inference_pb2
+from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.errors import InvalidRequest
 from manylora_shared.metadata import (
     ADAPTER_KEY,
@@ -82,6 +83,7 @@ def read_request(
         prompt=_read_prompt(request),
         max_tokens=request.max_tokens,
         sampling=Sampling.of_message(request.sampling),
+        constraint=Constraint.of_message(request.constraint) if request.HasField("constraint") else None,
         stop=request.stop,
         stop_token_ids=request.stop_token_ids,
         n=request.n,

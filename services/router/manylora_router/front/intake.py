@@ -38,6 +38,7 @@ from manylora_router.links.directory import Directory, Model
 from manylora_router.links.scheduler_client import SchedulerClient
 from manylora_router.request.call import Call
 from manylora_router.request.job import Job
+from manylora_router.text.constraints import NUM_THREADS, ConstraintCheck
 from manylora_router.text.service import TextService
 from manylora_router.text.stop_strings import StopStrings
 
@@ -73,6 +74,8 @@ class Intake:
         self._default_max_tokens = default_max_tokens
         self._turns = LoopTurns()
         self._text_turns = PoolTurns(text.num_threads)
+        self._constraints = ConstraintCheck()
+        self._constraint_turns = PoolTurns(NUM_THREADS)
 
     def tenant_of(self, request: RequestInput) -> str:
         """Raises Unauthenticated or PermissionDenied."""
@@ -172,6 +175,7 @@ class Intake:
         ends = model.eos_token_ids or [each for each in self._text.end_token_ids if each < model.limits.vocab_size]
         stop_token_ids = _stop_token_ids(request, stop_tokens, ends)
         bad_sequences = await self._bad_sequences(request, (tenant, request.qos_class), stop_token_ids, model)
+        await self._check_constraint(request, tenant)
         call.span.set(Attribute.MAX_TOKENS, admitted.max_tokens)
         job = Job(
             request_id=call.request_id,
@@ -187,6 +191,7 @@ class Intake:
             stop_tokens=stop_tokens,
             stop_token_ids=stop_token_ids,
             bad_sequences=bad_sequences,
+            constraint=request.constraint,
             received_at=call.received_at,
             deadline=_deadline(request, call.received_at),
             traceparent=call.span.traceparent,
@@ -248,6 +253,20 @@ class Intake:
         if seed is None:
             seed = admission.seed_of_key(tenant_id, key) if key else self._rng.getrandbits(64)
         return replace(request.sampling.or_else(model.sampling_defaults), seed=seed, bad_words=())
+
+    async def _check_constraint(self, request: RequestInput, tenant: str) -> None:
+        """Raises InvalidRequest."""
+        constraint = request.constraint
+        if constraint is None or self._constraints.is_known(tenant, constraint):
+            return
+        flow = (tenant, request.qos_class)
+        async with self._constraint_turns.hold(flow, self._weight(*flow), _TEXT_COST + constraint.size_bytes):
+            violation = await self._constraints.violation(tenant, constraint)
+        if violation is not None:
+            raise InvalidRequest.of_all([violation])
+
+    def close(self) -> None:
+        self._constraints.close()
 
     async def _bad_sequences(
         self, request: RequestInput, flow: Flow, stop_token_ids: Sequence[int], model: Model

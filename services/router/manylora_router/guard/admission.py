@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manylora_shared.adapter_reference import ReferenceProblem, parse_reference
+from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.errors import FieldViolation, InvalidRequest, NotFound, shown
 from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId, is_valid_name
 from manylora_shared.metadata import ADAPTER_KEY, CLASS_KEY, IDEMPOTENCY_KEY, PRIORITY_KEY, TENANT_KEY
@@ -95,6 +96,7 @@ class RequestInput:
     prompt: Prompt | None
     max_tokens: int = 0
     sampling: Sampling = field(default_factory=Sampling)
+    constraint: Constraint | None = None  # of the answer's text
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     n: int = 0
@@ -207,6 +209,10 @@ def check(request: RequestInput, model: ModelLimits) -> list[FieldViolation]:
     _check_prompt(request.prompt, model, found)
     found += request.sampling.violations(model.vocab_size)
     _check_stops(request, model, found)
+    if request.constraint is not None:
+        found += request.constraint.violations()
+        if request.sampling.allowed_token_ids:
+            found.append(FieldViolation("sampling.allowed_token_ids", "is given beside a constraint: one is kept"))
     if request.n > MAX_CHOICES:
         found.append(FieldViolation("n", f"must be at most {MAX_CHOICES}, not {request.n}"))
     elif request.n > model.max_sequences:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.ids import QosClass, TenantId
 from manylora_shared.sampling import Sampling
 from manylora_shared.telemetry import request_attributes
@@ -34,6 +35,7 @@ class Job:
     deadline: float | None
     traceparent: str
     can_stream: bool = True  # False: all frames come at the end
+    constraint: Constraint | None = None
     degraded: Degraded | None = None  # by overload; `max_tokens` is as it is in force
 
     @property

@@ -95,6 +95,7 @@ class EngineCore:
         self._adapters = AdapterCache(backend, limits.adapters, self._shares.tenant_weight)
         self._requests = RequestTable()
         self._flights = Flights(runner)
+        self._masking: dict[Sequence, None] = {}  # whose masks are being made
         self._begun: tuple[SequenceOf[Part], BlockWork, float] | None = None  # between `begin_step` and `submit`
         self._outbox = Outbox()
         self._endings = Endings(
@@ -148,6 +149,8 @@ class EngineCore:
             raise Overloaded(f"the worker has {len(self._requests)} requests")
         scope = self._shares.cache_scope(request.tenant_id)
         group = self._requests.add(request, scope, self._bounds.max_output_tokens(request), now)
+        for sequence in group.sequences:
+            self._next_mask(sequence, sequence.output_token_ids)
         if self._bounds.longest_blocks(request) > self._shares.hard(request.tenant_id):
             self._note_longest(request.tenant_id)
         if request.adapter_uid is None or self._adapters.acquire(
@@ -232,6 +235,7 @@ class EngineCore:
             return None
         self._pump_adapters(now)
         self._pump_copies()
+        self._pump_masks(now)
         plan = self._planner.plan(is_ahead=bool(self._flights))
         self._count_setbacks(plan)
         if not plan.scheduled:
@@ -298,7 +302,8 @@ class EngineCore:
             return None
         # Who is not paused and has its adapter can be computed, unless blocks are being copied: so loads and copies are
         # all that there is to wait for.
-        return LOOK_AGAIN_S if self._adapters.is_settled and not self._swapper.num_copying else _POLL_S
+        is_settled = self._adapters.is_settled and not self._swapper.num_copying and not self._masking
+        return LOOK_AGAIN_S if is_settled else _POLL_S
 
     def request_ids(self) -> list[RequestId]:
         """Oldest first."""
@@ -399,6 +404,31 @@ class EngineCore:
             else:
                 self._planner.parking.copy_ended(sequence)
         self._endings.let_go()
+
+    def _next_mask(self, sequence: Sequence, token_ids: SequenceOf[int]) -> None:
+        if sequence.matcher is not None:
+            sequence.matcher.take(tuple(token_ids))
+            self._masking[sequence] = None
+
+    def _pump_masks(self, now: float) -> None:
+        """Where one takes long, none is waited for any more: its sequence is not planned, and the others are."""
+        waits = True
+        for sequence in list(self._masking):
+            matcher = sequence.matcher
+            assert matcher is not None
+            if not sequence.is_finished:
+                if not matcher.is_done(waits=waits):
+                    waits = False
+                    continue
+                sequence.awaits_mask = False
+            del self._masking[sequence]
+            if sequence.is_finished:
+                continue
+            if matcher.error:
+                message = f"the constraint cannot be kept: {matcher.error}"
+                self._endings.end_request(sequence.group, FinishReason.ERROR, message, now)
+            elif matcher.is_over:
+                self._endings.end_choice(sequence, FinishReason.STOP, now)
 
     def _measure(self, flight: Flight, now: float) -> None:
         """The device begins a step when the one before is through."""
@@ -515,3 +545,5 @@ class EngineCore:
         self._outbox.token(sequence, sampled, position, is_last=is_last)
         if is_last:
             self._endings.end_told_choice(sequence, FinishReason.LENGTH, now)
+        else:
+            self._next_mask(sequence, (sampled.token_id,))

@@ -20,6 +20,7 @@ from manylora_worker.kinds.api import (
     SequenceChunk,
     StepBatch,
 )
+from manylora_worker.kinds.constraint import kept_bars
 from manylora_worker.kinds.sequence import SequenceStatus
 from manylora_worker.memory.block_pool import BlockWork
 from manylora_worker.planning.slots import Scheduled
@@ -139,7 +140,15 @@ def part_of(item: Scheduled) -> Part:
 
 def chunk_of(item: Scheduled) -> SequenceChunk:
     sequence, request = item.sequence, item.sequence.group.request
-    bars = sequence.group.bars if item.samples else None
+    bars: SequenceOf[tuple[int, int]] = ()
+    mask: bytes | None = None
+    if item.samples:
+        if sequence.group.bars is not None:
+            bars = sequence.group.bars.after(sequence.output_token_ids, sequence.num_pending_tokens)
+        if sequence.matcher is not None:
+            assert not sequence.awaits_mask
+            mask = sequence.matcher.mask
+            bars = kept_bars(mask, bars)
     return SequenceChunk(
         sequence_id=sequence.holding_id,
         token_ids=sequence.next_tokens(item.num_tokens),
@@ -152,6 +161,7 @@ def chunk_of(item: Scheduled) -> SequenceChunk:
         output_index=sequence.num_output_tokens,
         prompt_token_ids=request.prompt_token_ids,
         output_token_ids=sequence.output_token_ids,
-        bars=bars.after(sequence.output_token_ids, sequence.num_pending_tokens) if bars is not None else (),
+        bars=bars,
         scored=sequence.group.scored(sequence.num_computed_tokens, sequence.num_computed_tokens + item.num_tokens),
+        mask=mask,
     )

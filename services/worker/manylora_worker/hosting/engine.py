@@ -14,7 +14,6 @@ from manylora_worker.hosting.runtime import Mailbox, ThreadRuntime
 from manylora_worker.memory.prefix_cache import SECRET_BYTES, PrefixKeys, PrefixOptions
 from manylora_worker.models.parts import EngineParts, ModelInfo
 from manylora_worker.planning.step_planner import PlannerLimits
-from manylora_worker.weights.adapter_check import AdapterValidator
 
 C = TypeVar("C", bound=WorkerConfig)
 # takes the settings, and a call for any thread of the backend when it has news; raises ValueError: the model cannot
@@ -25,7 +24,7 @@ _REQUESTS_PER_SLOT = 4
 _OVERTAKES_PER_SLOT = 2  # of one whose adapter finds no room: fewer leave slots empty while pins run out
 
 
-def host(config: C, build: EngineBuilder[C]) -> tuple[ThreadRuntime, AdapterValidator]:
+def host(config: C, build: EngineBuilder[C]) -> tuple[ThreadRuntime, EngineParts]:
     """Raises ValueError, as the builder."""
     mailbox = Mailbox()
     parts = build(config, mailbox.wake)
@@ -34,7 +33,7 @@ def host(config: C, build: EngineBuilder[C]) -> tuple[ThreadRuntime, AdapterVali
     limits = engine_limits(config)
     prefix = prefix_options(config, model, secrets.token_bytes(SECRET_BYTES))
     core = EngineCore(parts.runner, parts.backend, limits, prefix, clears_freed=config.debug_fill_freed)
-    return ThreadRuntime(core, parts.backend, model, mailbox, max_requests=limits.max_requests), parts.validator
+    return ThreadRuntime(core, parts.backend, model, mailbox, max_requests=limits.max_requests), parts
 
 
 def engine_limits(config: WorkerConfig) -> EngineLimits:

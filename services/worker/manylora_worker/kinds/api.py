@@ -16,6 +16,8 @@ from typing import Protocol, runtime_checkable
 from manylora_shared import sampling
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
 
+from manylora_worker.kinds.constraint import CompiledConstraint
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(sampling.Sampling):
@@ -50,6 +52,7 @@ class EngineRequest:
     emitted_token_ids: tuple[int, ...] = ()  # of an earlier attempt, forced before sampling goes on (n = 1 only)
     # token sequences that do not come in a row in the output of a choice; none is empty
     bad_sequences: tuple[tuple[int, ...], ...] = ()
+    constraint: CompiledConstraint | None = None  # its end_token_ids are among stop_token_ids
 
 
 class FinishReason(enum.Enum):
@@ -120,6 +123,8 @@ class SequenceChunk:
     # (token, before): a token that is not drawn where `before` is the pending token, or ANY_TOKEN (bars.py)
     bars: Sequence[tuple[int, int]] = ()
     scored: range = NO_POSITIONS  # of these positions' logits the log-probability of the prompt's next token is told
+    # a bit for each token (constraint.Matcher.mask): those that may be drawn; None: all. No token is pending then
+    mask: bytes | None = None
 
     @property
     def is_answered(self) -> bool:

@@ -9,6 +9,7 @@ from manylora_shared.ids import TenantId
 
 from manylora_worker.kinds.api import NO_POSITIONS, PENDING_TOKEN, EngineRequest, FinishReason
 from manylora_worker.kinds.bars import RequestBars
+from manylora_worker.kinds.constraint import Matcher
 from manylora_worker.kinds.flow import CacheScope, FlowKey
 
 
@@ -75,6 +76,7 @@ def sequence_id_of(holding_id: int) -> int:
 
 class Sequence:
     __slots__ = (
+        "awaits_mask",
         "block_keys",
         "block_table",
         "choice",
@@ -83,6 +85,7 @@ class Sequence:
         "group",
         "has_worked",
         "item",
+        "matcher",
         "max_output_tokens",
         "num_charged_tokens",
         "num_computed_tokens",
@@ -121,6 +124,9 @@ class Sequence:
         self.num_holdings = 0  # how often it has lost its blocks
         self.swap: Swap | None = None  # while SWAPPED, and of a finished one until the copy that was under way is over
         self.finish_reason: FinishReason | None = None
+        compiled = group.request.constraint
+        self.matcher: Matcher | None = None if compiled is None else compiled.matcher()
+        self.awaits_mask = compiled is not None  # it cannot draw: its last token is pending, or the next one's mask is
 
     @property
     def holding_id(self) -> int:
@@ -180,6 +186,7 @@ class Sequence:
         self.num_computed_tokens += num_tokens
         self.num_steps_in_flight += 1
         self.num_pending_tokens += samples
+        self.awaits_mask |= samples and self.matcher is not None
 
     def start_behind(self, num_cached_tokens: int) -> None:
         # the first admission of a request finds its own KV

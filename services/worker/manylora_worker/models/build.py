@@ -19,6 +19,7 @@ from manylora_shared.process.cores import num_cores
 from manylora_shared.stores.model_files import model_folder
 
 from manylora_worker.config import AUTO_DEVICE, WorkerConfig
+from manylora_worker.constraints.compiler import ConstraintCompiler
 from manylora_worker.models.checkpoint import ModelRefused, said, sampling_defaults
 from manylora_worker.models.decoder_weights import DecoderWeights
 from manylora_worker.models.layers.kv_cache import MIB, KvCache
@@ -33,6 +34,7 @@ from manylora_worker.models.ranks.shared import SharedBackend, share
 from manylora_worker.models.torch.decoder import trusted_weights
 from manylora_worker.models.torch.eager_check import check_against_eager
 from manylora_worker.models.torch.model_runner import TorchModelRunner
+from manylora_worker.models.vocabulary import read_vocabulary
 from manylora_worker.weights.adapter_check import AdapterReport, ThreadValidator
 from manylora_worker.weights.backend import TorchAdapterBackend
 from manylora_worker.weights.host_memory import HostMemory
@@ -149,7 +151,10 @@ def build_rank(config: WorkerConfig, group: RankGroup | None, notify: Callable[[
         backend.lends,
         lambda folder, uid: _largest_update(reader, base, folder, uid),
     )
-    return EngineParts(runner, backend, model, validator)
+    constraints = None
+    if device_runner is None and (group is None or group.rank == 0):  # the device's sampler has no masks yet
+        constraints = ConstraintCompiler(lambda: read_vocabulary(config.model, spec), notify)
+    return EngineParts(runner, backend, model, validator, constraints)
 
 
 def _reader(base: AdapterBase, config: WorkerConfig, *, is_gpu: bool) -> AdapterReader:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from manylora_worker.constraints.compiler import ConstraintCompiler
 from manylora_worker.kinds.api import AdapterBackend, ModelRunner
 from manylora_worker.weights.adapter_check import AdapterValidator
 
@@ -28,3 +29,4 @@ class EngineParts:
     backend: AdapterBackend
     model: ModelInfo
     validator: AdapterValidator
+    constraints: ConstraintCompiler | None = None  # None: the model has no tokenizer

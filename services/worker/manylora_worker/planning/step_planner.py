@@ -175,6 +175,9 @@ class StepPlanner:
         chunks: list[Scheduled] = []
         scheduled: list[Scheduled] = []
         for unit in self._slots.units:
+            if unit.sequence.awaits_mask:
+                unit.step_cost = 0  # it keeps its slot, and the others go on
+                continue
             unit.step_cost = _cost(unit.chunk)
             unit.cost += unit.step_cost
             if unit.sequence.status is SequenceStatus.DECODE:
@@ -238,8 +241,9 @@ class StepPlanner:
         if round_.deferred is not None:
             self._do_deferred()
         else:
-            assert pick is not None, "a sequence cannot run alone"
-            self._start(pick)
+            assert pick is not None or round_.awaits_mask, "a sequence cannot run alone"
+            if pick is not None:
+                self._start(pick)
         self._reclaim.is_forced = False
         self._fill_slots()
 
@@ -281,6 +285,10 @@ class StepPlanner:
         if self._reclaim.waits or round_.deferred is not None or item in round_.refused:
             return None
         sequence = self._queue.sequence(item)
+        if sequence.awaits_mask:
+            round_.refused[item] = None
+            round_.awaits_mask = True
+            return None
         place = None if sequence.is_copying else self._place_of(sequence)
         if place is not None and place.room.is_now and sequence.swap is None:
             return place
@@ -422,13 +430,23 @@ class StepPlanner:
 class _Round:
     """What one plan has left."""
 
-    __slots__ = ("budget", "deferred", "is_held_back", "num_ended", "prompt_budget", "prompt_tokens", "refused")
+    __slots__ = (
+        "awaits_mask",
+        "budget",
+        "deferred",
+        "is_held_back",
+        "num_ended",
+        "prompt_budget",
+        "prompt_tokens",
+        "refused",
+    )
 
     def __init__(self, budget: int, max_prompt_tokens: int | None) -> None:
         self.budget = budget  # tokens of the step
         # of these what prompts may have; the first one LEAST_CHUNK_TOKENS, if that is more
         self.prompt_budget = budget if max_prompt_tokens is None else min(budget, max_prompt_tokens)
         self.prompt_tokens = 0  # of those that were started
+        self.awaits_mask = False  # some that could have started have no mask yet
         self.num_ended = 0  # prompts that end in the step
         self.is_held_back = False  # some that could have ended wait for the next step
         # who gets room when the present choice is over; until then nothing else is chosen

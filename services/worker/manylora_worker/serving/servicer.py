@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from manylora.v1 import worker_pb2
+from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.errors import InvalidRequest, NotFound, ServiceUnavailable, Unready, WorkerLost
 from manylora_shared.ids import AdapterUid, RequestId, TenantId, name_problem
 from manylora_shared.metadata import ADAPTER_KEY
@@ -16,6 +18,7 @@ from manylora_shared.stores.adapter_files import is_uid
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import ServerCall, Service
 
+from manylora_worker.constraints.compiler import ConstraintCompiler
 from manylora_worker.hosting.output_stream import EndKind, OutputStream, StreamEnd
 from manylora_worker.hosting.runtime import Runtime
 from manylora_worker.kinds.api import EngineRequest
@@ -52,9 +55,11 @@ class WorkerServicer:
         parked_sequences: int,
         frames_per_s: int,
         metrics: WorkerMetrics,
+        constraints: ConstraintCompiler | None = None,
     ) -> None:
         """frames_per_s: over all streams; faster ones are gathered. A request's first token never waits."""
         self._runtime = runtime
+        self._constraints = constraints
         self._frames_per_s = frames_per_s
         self._validator = validator
         self._trial = AdapterTrial(runtime, validator)
@@ -119,6 +124,8 @@ class WorkerServicer:
         self, message: worker_pb2.ExecuteRequest, call: ServerCall
     ) -> AsyncIterator[worker_pb2.ExecuteResponse]:
         request = engine_request(message, self._runtime.model)
+        if message.HasField("constraint"):
+            request = await self._constrained(request, Constraint.of_message(message.constraint))
         if message.epoch < self._epoch:
             raise Unready(f"the grant is of epoch {message.epoch}, the scheduler's is {self._epoch}")
         if self._is_draining:
@@ -151,6 +158,16 @@ class WorkerServicer:
             finally:
                 self._metrics.left(request)
                 self._let_go(stream)
+
+    async def _constrained(self, request: EngineRequest, constraint: Constraint) -> EngineRequest:
+        """Raises InvalidRequest, or Unready where this model has no text."""
+        if violations := constraint.violations():
+            raise InvalidRequest.of_all(violations)
+        if self._constraints is None:
+            raise Unready("constraint: this worker's model has no text")
+        compiled = await asyncio.wrap_future(self._constraints.compile(request.tenant_id, constraint))
+        stops = request.stop_token_ids | frozenset(compiled.end_token_ids)
+        return replace(request, constraint=compiled, stop_token_ids=stops)
 
     async def stop_choice(
         self, message: worker_pb2.StopChoiceRequest, call: ServerCall

@@ -38,6 +38,7 @@ class _Row(NamedTuple):
     output_token_ids: Sequence[int]
     bars: Sequence[tuple[int, int]]
     scored: tuple[int, int]
+    mask: bytes | None
 
 
 Plan = tuple[Sequence[tuple[Any, ...]], Sequence[tuple[int, int]], Sequence[int]]
@@ -71,7 +72,7 @@ class PlanWriter:
         return (
             chunk.sequence_id, sequence, chunk.token_ids, chunk.start_position, first, list(table[first:]),
             chunk.samples, chunk.output_index, chunk.output_token_ids if looks_back else (), chunk.bars,
-            (chunk.scored.start, chunk.scored.stop),
+            (chunk.scored.start, chunk.scored.stop), chunk.mask,
         )  # fmt: skip
 
 
@@ -105,6 +106,7 @@ class PlanReader:
             output_token_ids=row.output_token_ids,
             bars=row.bars,
             scored=range(*row.scored),
+            mask=row.mask,
         )
 
 

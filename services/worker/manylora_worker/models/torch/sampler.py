@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,7 +57,7 @@ def _logprobs(raw: Tensor, tokens: Tensor, chunks: Sequence[SequenceChunk]) -> d
 
 
 def _penalized(raw: Tensor, chunks: Sequence[SequenceChunk]) -> Tensor:
-    if not any(chunk.sampling.adjusts_logits or chunk.bars for chunk in chunks):
+    if not any(chunk.sampling.adjusts_logits or chunk.bars or chunk.mask is not None for chunk in chunks):
         return raw
     scores = raw.clone()
     _apply_repetition_penalty(scores, chunks)
@@ -83,6 +84,7 @@ def _penalized(raw: Tensor, chunks: Sequence[SequenceChunk]) -> Tensor:
     if rows:
         where = (torch.tensor(rows, device=raw.device), torch.tensor(token_ids, device=raw.device))
         scores.index_put_(where, torch.tensor(additions, device=raw.device), accumulate=True)
+    _apply_masks(scores, chunks)
     return scores
 
 
@@ -93,6 +95,16 @@ def _keep_allowed(scores: Tensor, chunks: Sequence[SequenceChunk]) -> None:
             kept = row[allowed]
             row.fill_(float("-inf"))
             row[allowed] = kept
+
+
+def _apply_masks(scores: Tensor, chunks: Sequence[SequenceChunk]) -> None:
+    masks = {i: chunk.mask for i, chunk in enumerate(chunks) if chunk.mask is not None}
+    if masks:
+        bits = np.stack([np.frombuffer(mask, np.uint8) for mask in masks.values()])
+        allowed = np.unpackbits(bits, axis=1, count=scores.shape[1], bitorder="little").view(np.bool_)
+        rows = torch.tensor(list(masks), device=scores.device)
+        barred = torch.from_numpy(~allowed).to(scores.device)
+        scores.index_copy_(0, rows, scores[rows].masked_fill_(barred, float("-inf")))
 
 
 def _apply_repetition_penalty(scores: Tensor, chunks: Sequence[SequenceChunk]) -> None:

@@ -19,6 +19,7 @@ from manylora_shared.metadata import (
 from manylora_shared.sampling import MAX_TOP_LOGPROBS, PARAMETERS, Kind, Parameter, Sampling
 from manylora_shared.tenancy.identity import AUTHORIZATION_KEY
 
+from manylora_router.front.http.api.constraints import read_constraint
 from manylora_router.front.http.fields import Fields
 from manylora_router.guard.admission import (
     MAX_CHOICES,
@@ -51,8 +52,6 @@ _NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1, 1.0),
     "logprob_token_ids": ([],),
     "truncate_prompt_tokens": (-1,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
     "cache_salt": (),
     "return_token_offsets": (False,),
     "thinking_token_budget": (),
@@ -120,10 +119,12 @@ def read(
     """The request without its prompt, and its answer's form. What is wrong is gathered in `fields`."""
     model = fields.text("model")
     adapter = _adapter(fields, model, caller.adapter, base_model)
+    constraint, constraint_name = read_constraint(fields)
     request = RequestInput(
         None,
         max_tokens=max_tokens or 0,
         sampling=_sampling(fields, top_logprobs),
+        constraint=constraint,
         stop=fields.texts("stop", most=MAX_STOP_STRINGS),
         stop_token_ids=fields.token_ids("stop_token_ids", most=MAX_STOP_TOKEN_IDS),
         n=_num_choices(fields),
@@ -139,7 +140,10 @@ def read(
         user=caller.user or fields.text("user"),
         traceparent=caller.traceparent,
     )
-    form = _form(fields, model or base_model, top_logprobs, {ADAPTER_KEY: "model"} if model else {})
+    names = {ADAPTER_KEY: "model"} if model else {}
+    if constraint is not None:
+        names[constraint.field] = constraint_name
+    form = _form(fields, model or base_model, top_logprobs, names)
     for name, neutral in _NOT_BUILT.items():
         fields.only(name, *neutral)
     fields.ignore(*HARMLESS)

@@ -15,6 +15,7 @@ from manylora_router.front.http import errors
 from manylora_router.front.http.api import asked
 from manylora_router.front.http.api.answers import Door
 from manylora_router.front.http.api.asked import Form
+from manylora_router.front.http.api.constraints import read_format
 from manylora_router.front.http.api.prompts import Conversation, each_of, read_message, read_text
 from manylora_router.front.http.api.telling import Told, event, tell
 from manylora_router.front.http.api.tooling import Reading, read_arguments, read_tools
@@ -90,7 +91,7 @@ def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[RequestInput,
     reading = Reading(door.dialect, tools, door.text, exchange.request_id)
     max_tokens = fields.integer("max_output_tokens", at_least=1)
     text = fields.inner("text")
-    text.only("format", {"type": "text"})
+    told_format, constraint = text.peek("format"), read_format(text, "format")
     text.ignore("verbosity")
     text.close()
     metadata = fields.members_of("metadata")
@@ -117,7 +118,11 @@ def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[RequestInput,
         n=1,
         request_id=exchange.request_id,
         kept_tokens=reading.kept_tokens,
+        constraint=constraint,
     )
+    if constraint is not None:
+        said["text"] = {"format": told_format}
+        exchange.names[constraint.field] = "text.format"
     return request, form, said, reading
 
 

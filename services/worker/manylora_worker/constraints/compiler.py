@@ -1,0 +1,128 @@
+"""Constraints to grammars over the model's vocabulary, compiled on threads of its own. Keeps a tenant's last ones."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from llguidance import LLMatcher, LLTokenizer
+from manylora_shared.constraints.constraint import Constraint
+from manylora_shared.constraints.grammar import LIMITS, grammar_of
+from manylora_shared.errors import InvalidRequest, ManyloraError, Unready
+from manylora_shared.ids import TenantId
+
+from manylora_worker.constraints.masks import ConstraintMatcher, Lane
+from manylora_worker.kinds.constraint import Matcher
+
+TENANT_BYTES = 32 << 20
+_KNOWN_TENANTS = 64
+_COMPILE_THREADS = 2
+_MASK_THREADS = 4
+_LEAST_BYTES = 1 << 17  # of one that is compiled, measured; and for each byte of its grammar
+_BYTES_A_BYTE = 64
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """tokenizer_json: of tokenizers. vocab_size: the width of the model's logits."""
+
+    tokenizer_json: str
+    vocab_size: int
+    end_token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """See kinds.constraint.CompiledConstraint."""
+
+    grammar: LLMatcher
+    lane: Lane
+    end_token_ids: Sequence[int]
+    size_bytes: int
+
+    def matcher(self) -> Matcher:
+        return ConstraintMatcher(self.grammar, self.lane)
+
+
+class _Tenant:
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.compiled: OrderedDict[bytes, Compiled] = OrderedDict()
+        self.size_bytes = 0
+
+
+class ConstraintCompiler:
+    def __init__(self, load: Callable[[], Vocabulary], notify: Callable[[], None]) -> None:
+        """load: called with the first constraint; raises OSError or ValueError. notify: from any thread, with masks."""
+        self._load = load
+        self._notify = notify
+        self._lock = threading.Lock()
+        self._tokenizer_lock = threading.Lock()
+        self._tokenizer: tuple[LLTokenizer, Sequence[int]] | None = None
+        self._tenants: OrderedDict[TenantId, _Tenant] = OrderedDict()
+        self._compiling = ThreadPoolExecutor(_COMPILE_THREADS, "constraint-compiler")
+        self._masking = ThreadPoolExecutor(_MASK_THREADS, "constraint-masks")
+
+    def compile(self, tenant_id: TenantId, constraint: Constraint) -> Future[Compiled]:
+        """Its exceptions: InvalidRequest; Unready: the model has no tokenizer that can be read."""
+        digest = constraint.digest
+        found = self._find(tenant_id, digest)
+        if found is None:
+            return self._compiling.submit(self._compile, tenant_id, constraint, digest)
+        future: Future[Compiled] = Future()
+        future.set_result(found)
+        return future
+
+    def close(self) -> None:
+        for pool in (self._compiling, self._masking):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _find(self, tenant_id: TenantId, digest: bytes) -> Compiled | None:
+        with self._lock:
+            tenant = self._tenants.get(tenant_id)
+            if tenant is None or digest not in tenant.compiled:
+                return None
+            self._tenants.move_to_end(tenant_id)
+            tenant.compiled.move_to_end(digest)
+            return tenant.compiled[digest]
+
+    def _compile(self, tenant_id: TenantId, constraint: Constraint, digest: bytes) -> Compiled:
+        tokenizer, ends = self._read_tokenizer()
+        try:
+            grammar = grammar_of(constraint)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest.of(constraint.field, str(error)) from error
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise InvalidRequest.of(constraint.field, " ".join(matcher.get_error().split())[:400])
+        size_bytes = _LEAST_BYTES + _BYTES_A_BYTE * len(grammar)
+        with self._lock:
+            tenant = self._tenants.get(tenant_id)
+            if tenant is None:
+                tenant = self._tenants[tenant_id] = _Tenant(Lane(self._masking, self._notify))
+                if len(self._tenants) > _KNOWN_TENANTS:
+                    self._tenants.popitem(last=False)
+            compiled = Compiled(matcher, tenant.lane, ends, size_bytes)
+            if digest not in tenant.compiled and size_bytes <= TENANT_BYTES:
+                tenant.compiled[digest] = compiled
+                tenant.size_bytes += size_bytes
+                while tenant.size_bytes > TENANT_BYTES:
+                    tenant.size_bytes -= tenant.compiled.popitem(last=False)[1].size_bytes
+            return compiled
+
+    def _read_tokenizer(self) -> tuple[LLTokenizer, Sequence[int]]:
+        with self._tokenizer_lock:
+            if self._tokenizer is None:
+                try:
+                    words = self._load()
+                    if not words.end_token_ids:
+                        raise ValueError("it has no end-of-sequence token")
+                    ends = list(words.end_token_ids)
+                    tokenizer = LLTokenizer(words.tokenizer_json, n_vocab=words.vocab_size, eos_token=ends)
+                except (OSError, ValueError, ManyloraError) as error:
+                    raise Unready(f"constraint: the model's tokenizer cannot be used for it: {error}") from error
+                self._tokenizer = (tokenizer, ends)
+            return self._tokenizer

@@ -1,0 +1,91 @@
+"""Matchers over llguidance, whose masks are made on a few threads beside the engine's.
+
+A tenant's work is one lane, which one thread at a time works off: a grammar that is slow delays its own tenant's rows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from llguidance import LLMatcher
+
+GRACE_S = 0.001  # that the engine waits for one lane in a step
+
+
+class Lane:
+    def __init__(self, pool: ThreadPoolExecutor, notify: Callable[[], None]) -> None:
+        self._pool = pool
+        self._notify = notify
+        self._lock = threading.Lock()
+        self._work: deque[ConstraintMatcher] = deque()
+        self._is_idle = threading.Event()
+        self._is_idle.set()
+
+    def add(self, matcher: ConstraintMatcher) -> None:
+        with self._lock:
+            self._work.append(matcher)
+            if not self._is_idle.is_set():
+                return
+            self._is_idle.clear()
+        self._pool.submit(self._run)
+
+    def wait(self) -> None:
+        self._is_idle.wait(GRACE_S)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._work:
+                    self._is_idle.set()
+                    break
+                matcher = self._work.popleft()
+            matcher.work()
+        self._notify()
+
+
+class ConstraintMatcher:
+    """See kinds.constraint.Matcher."""
+
+    def __init__(self, compiled: LLMatcher, lane: Lane) -> None:
+        self._compiled = compiled
+        self._lane = lane
+        self._own: LLMatcher | None = None
+        self._tokens: Sequence[int] = ()
+        self._is_done = False
+        self.is_over = False
+        self.error = ""
+        self.mask = b""
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        self._tokens, self._is_done = token_ids, False
+        self._lane.add(self)
+
+    def is_done(self, *, waits: bool) -> bool:
+        if waits and not self._is_done:
+            self._lane.wait()
+        return self._is_done
+
+    def work(self) -> None:
+        """On a lane's thread, which nobody else asks meanwhile."""
+        try:
+            self._work()
+        except Exception as error:  # whatever it is, it is this choice's end and no other's
+            self.error = f"{type(error).__name__}: {error}"
+        self._is_done = True
+
+    def _work(self) -> None:
+        if self._own is None:
+            self._own = self._compiled.deep_copy()
+        own = self._own
+        if self._tokens and not own.consume_tokens(list(self._tokens)):
+            self.error = own.get_error() or "a token is outside the constraint"
+            return
+        if own.is_stopped() and own.is_accepting():
+            self.is_over = True
+            return
+        self.mask = own.compute_bitmask()
+        if own.is_error():
+            self.error = own.get_error()

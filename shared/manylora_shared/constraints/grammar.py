@@ -1,0 +1,130 @@
+"""Constraints as llguidance reads them, and what it says against them. Its limits hold here and in workers alike."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits
+from llguidance.gbnf_to_lark import any_to_lark
+
+from manylora_shared.constraints.constraint import Constraint, ConstraintKind
+from manylora_shared.errors import FieldViolation, shown
+
+# A tenth of a second for the largest that passes, and some megabytes.
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=500_000,
+    max_grammar_size=100_000,
+    max_lexer_states=20_000,
+    step_lexer_fuel=100_000,
+    step_max_items=20_000,
+    verbose_errors=False,
+)
+_MAX_WORDS = 400  # of an error
+_MAX_LOOKS = 64  # into parts of a schema, for the one that is refused
+# A model that may put white space anywhere puts it everywhere, small ones until their last token.
+_OPTIONS: Any = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
+_OWN_OPTIONS = "x-guidance"  # llguidance's in a schema: they would take a keyword's meaning away
+_GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+# By keyword: where a schema has further ones.
+_ONE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
+_LISTED = ("allOf", "anyOf", "oneOf", "prefixItems")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_UNKNOWN_KEYS = re.compile(r'Unimplemented keys: \["([^"]+)"')
+
+
+def grammar_of(constraint: Constraint) -> str:
+    """Raises ValueError, with words, for what has no grammar."""
+    match constraint.kind:
+        case ConstraintKind.JSON_SCHEMA:
+            return _of_schema(_schema(constraint.source))
+        case ConstraintKind.JSON_OBJECT:
+            return _of_schema({"type": "object"})
+        case ConstraintKind.REGEX:
+            return str(LLMatcher.grammar_from_regex(constraint.source))
+        case ConstraintKind.CHOICE:
+            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in constraint.choices)
+            return str(LLMatcher.grammar_from_lark(f"start: {texts}"))
+        case ConstraintKind.GRAMMAR:
+            source = constraint.source
+            return str(LLMatcher.grammar_from_lark(any_to_lark(source) if _GBNF.search(source) else source))
+        case None:
+            raise ValueError("says nothing")
+
+
+def refusal(constraint: Constraint) -> FieldViolation | None:
+    """What is wrong with one whose `violations` are none; of a schema with the path to the part. Takes up to a tenth
+    of a second, without the interpreter's lock.
+    """
+    try:
+        problem = _problem(grammar_of(constraint))
+    except (ValueError, RecursionError) as error:
+        return FieldViolation(constraint.field, _words(error))
+    if not problem:
+        return None
+    if constraint.kind is not ConstraintKind.JSON_SCHEMA:
+        return FieldViolation(constraint.field, _words(problem))
+    path, problem = _refused_part(_schema(constraint.source), problem)
+    where = f"at {shown('.'.join(path))}: " if path else ""
+    return FieldViolation(constraint.field, where + _words(problem))
+
+
+def _schema(source: str) -> Any:
+    try:
+        schema = json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is no JSON: {error}") from None
+    if not isinstance(schema, dict):
+        raise ValueError("must be a JSON object")
+    if any(_OWN_OPTIONS in part for _, part in _parts(schema)):
+        raise ValueError(f"must not have {_OWN_OPTIONS}")
+    return schema
+
+
+def _of_schema(schema: dict[str, Any]) -> str:
+    return str(LLMatcher.grammar_from_json_schema(schema, overrides=_OPTIONS))
+
+
+def _problem(grammar: str) -> str:
+    """Empty: there is none."""
+    return str(LLMatcher.validate_grammar(grammar, limits=LIMITS))
+
+
+def _refused_part(schema: dict[str, Any], problem: str) -> tuple[tuple[str, ...], str]:
+    """The deepest part that is refused by itself, as far as looks go."""
+    roots: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    found: tuple[str, ...] = ()
+    for looks, (path, part) in enumerate(_parts(schema)):
+        if looks == _MAX_LOOKS:
+            break
+        if path[: len(found)] == found and path != found and "$ref" not in part:
+            own = _problem(_of_schema({**roots, **part}))
+            if own and not any(name in own for name in roots):
+                found, problem = path, own
+    if (key := _UNKNOWN_KEYS.search(problem)) is not None:
+        found, problem = (*found, key.group(1)), "is not supported"
+    return found, problem
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Each schema in a schema, the outer ones first."""
+    left: list[tuple[tuple[str, ...], Any]] = [((), schema)]
+    while left:
+        path, part = left.pop()
+        if not isinstance(part, dict):
+            continue
+        yield path, part
+        for key, value in part.items():
+            if key in _ONE:
+                left.append(((*path, key), value))
+            elif key in _LISTED and isinstance(value, list):
+                left += [((*path, key, str(index)), each) for index, each in enumerate(value)]
+            elif key in _NAMED and isinstance(value, dict):
+                left += [((*path, key, name), each) for name, each in value.items()]
+
+
+def _words(problem: object) -> str:
+    words = " ".join(str(problem).split())
+    return words if len(words) <= _MAX_WORDS else words[:_MAX_WORDS] + "..."

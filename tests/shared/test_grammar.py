@@ -1,0 +1,77 @@
+"""What llguidance takes, and what is said against the rest."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from manylora_shared.constraints.constraint import Constraint, ConstraintKind
+from manylora_shared.constraints.grammar import refusal
+
+
+def of_schema(schema: Any) -> Constraint:
+    return Constraint(ConstraintKind.JSON_SCHEMA, schema if isinstance(schema, str) else json.dumps(schema))
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        of_schema({"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"type": "null"}}}),
+        Constraint(ConstraintKind.JSON_OBJECT),
+        Constraint(ConstraintKind.REGEX, r"a/b\d+"),
+        Constraint.of_choices(iter(['a"b', "\u00e4\n", "\\"])),
+        Constraint(ConstraintKind.GRAMMAR, 'start: "a" start | "b"'),
+        Constraint(ConstraintKind.GRAMMAR, 'root ::= "a" | "b" root'),
+    ],
+    ids=lambda each: f"{each.kind.value}",
+)
+def test_each_kind_compiles(constraint: Constraint) -> None:
+    assert refusal(constraint) is None
+
+
+UNIQUE = {"type": "array", "uniqueItems": True}
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"properties": {"a": {"items": UNIQUE}, "b": {}}}, "at 'properties.a.items.uniqueItems': is not supported"),
+        ({"$defs": {"u": UNIQUE}, "$ref": "#/$defs/u"}, "at '$defs.u.uniqueItems': is not supported"),
+        ({"anyOf": [{"type": "null"}, {"pattern": "(?=a)", "type": "string"}]}, "at 'anyOf.1': regex parse error"),
+        ({"anyOf": [{"type": "integer", "minimum": 5, "maximum": 3}]}, "at 'anyOf.0': Unsatisfiable"),
+        ({"items": {"x-guidance": {"lenient": True}}}, "must not have x-guidance"),
+        ({"$ref": "https://example.com/schema"}, "example.com"),
+        ("[1]", "must be a JSON object"),
+        ("{", "is no JSON"),
+    ],
+)
+def test_a_refused_schema_says_where(schema: Any, words: str) -> None:
+    found = refusal(of_schema(schema))
+    assert found is not None
+    assert found.field == "constraint.json_schema"
+    assert words in found.description
+
+
+def bombs() -> dict[str, Constraint]:
+    doubled: dict[str, Any] = {"type": "string"}
+    for _ in range(12):
+        halves = [{"anyOf": [doubled, {"type": name}]} for name in ("integer", "null")]
+        doubled = {"allOf": halves}
+    return {
+        "allOf": of_schema(doubled),
+        "depth": of_schema('{"items":' * 300 + "{}" + "}" * 300),
+        "depth beyond the interpreter's": of_schema('{"items":' * 9000 + "{}" + "}" * 9000),
+        "regex": Constraint(ConstraintKind.REGEX, "(" * 4000 + "a" + ")" * 4000),
+        "grammar": Constraint(ConstraintKind.GRAMMAR, "start: " + "(" * 50_000 + '"a"' + ")" * 50_000),
+    }
+
+
+@pytest.mark.parametrize("name", bombs())
+def test_a_bomb_is_refused_soon(name: str) -> None:
+    started = time.monotonic()
+    found = refusal(bombs()[name])
+    assert found is not None
+    assert len(found.description) < 600
+    assert time.monotonic() - started < 5

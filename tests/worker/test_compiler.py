@@ -1,0 +1,58 @@
+"""Compiled constraints: kept by tenant, under a cap; what cannot be compiled is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from manylora_shared.constraints.constraint import Constraint, ConstraintKind
+from manylora_shared.errors import InvalidRequest, Unready
+from manylora_shared.ids import TenantId
+from manylora_worker.constraints import compiler
+from manylora_worker.constraints.compiler import ConstraintCompiler, Vocabulary
+
+DEMO = Path(__file__).resolve().parents[2] / "shared/manylora/demo/assets/base/tokenizer.json"
+ACME, ZOO = TenantId("acme"), TenantId("zoo")
+
+
+def words() -> Vocabulary:
+    return Vocabulary(DEMO.read_text(), 512, (2,))
+
+
+def regex(source: str) -> Constraint:
+    return Constraint(ConstraintKind.REGEX, source)
+
+
+def test_the_last_ones_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "TENANT_BYTES", 300_000)  # two
+    compiling = ConstraintCompiler(words, lambda: None)
+    first = compiling.compile(ACME, regex("a")).result()
+    assert first.end_token_ids == [2]
+    assert compiling.compile(ACME, regex("a")).result() is first
+    assert compiling.compile(ZOO, regex("a")).result() is not first
+    second = compiling.compile(ACME, regex("b")).result()
+    third = compiling.compile(ACME, regex("c")).result()
+    assert compiling.compile(ACME, regex("c")).result() is third
+    assert compiling.compile(ACME, regex("b")).result() is second
+    assert compiling.compile(ACME, regex("a")).result() is not first
+    compiling.close()
+
+
+def test_what_cannot_be_compiled_is_named() -> None:
+    compiling = ConstraintCompiler(words, lambda: None)
+    with pytest.raises(InvalidRequest, match=r"constraint\.regex: .*unclosed"):
+        compiling.compile(ACME, regex("(a")).result()
+    with pytest.raises(InvalidRequest, match=r"constraint\.json_schema: is no JSON"):
+        compiling.compile(ACME, Constraint(ConstraintKind.JSON_SCHEMA, "{")).result()
+    compiling.close()
+
+
+def test_a_model_without_words_is_told() -> None:
+    def none() -> Vocabulary:
+        raise OSError("no such file")
+
+    for load in (none, lambda: Vocabulary(DEMO.read_text(), 512, ())):
+        compiling = ConstraintCompiler(load, lambda: None)
+        with pytest.raises(Unready, match="tokenizer"):
+            compiling.compile(ACME, regex("a")).result()
+        compiling.close()

@@ -1,0 +1,72 @@
+"""Matchers: tokens in, masks out, beside the caller."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from manylora_shared.constraints.constraint import Constraint, ConstraintKind
+from manylora_shared.constraints.grammar import grammar_of
+from manylora_worker.constraints.masks import ConstraintMatcher, Lane
+
+EOS = 0
+
+
+class ByteWords:
+    """Token 1 + byte is that byte."""
+
+    eos_token_id, bos_token_id, unk_token_id = EOS, None, None
+    tokens = (b"<end>", *(bytes([byte]) for byte in range(256)))
+    special_token_ids = (EOS,)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return [1 + byte for byte in (text if isinstance(text, bytes) else text.encode())]
+
+
+@pytest.fixture
+def lane() -> Iterator[Lane]:
+    with ThreadPoolExecutor(1) as pool:
+        yield Lane(pool, threading.Event().set)
+
+
+def matcher(lane: Lane, regex: str) -> ConstraintMatcher:
+    tokenizer = LLTokenizer(TokenizerWrapper(ByteWords()), n_vocab=300, eos_token=[EOS])
+    return ConstraintMatcher(LLMatcher(tokenizer, grammar_of(Constraint(ConstraintKind.REGEX, regex))), lane)
+
+
+def done(each: ConstraintMatcher) -> ConstraintMatcher:
+    while not each.is_done(waits=True):
+        pass
+    return each
+
+
+def allowed(each: ConstraintMatcher) -> bytes:
+    """Of bytes, "." for the end."""
+    bits = np.unpackbits(np.frombuffer(done(each).mask, np.uint8), bitorder="little")
+    return bytes(sorted(token - 1 if token else ord(".") for token in np.flatnonzero(bits).tolist()))
+
+
+def test_masks_follow_the_tokens(lane: Lane) -> None:
+    own = matcher(lane, "ab?")
+    own.take(())
+    assert allowed(own) == b"a"
+    own.take([1 + ord("a")])
+    assert allowed(own) == b".b"
+    own.take([1 + ord("b")])
+    assert done(own).is_over
+    again = matcher(lane, "ab?")  # another worker's, with what was told already
+    again.take([1 + ord("a")])
+    assert allowed(again) == b".b"
+
+
+def test_a_token_outside_is_an_error_of_its_own(lane: Lane) -> None:
+    own, other = matcher(lane, "ab?"), matcher(lane, "x")
+    own.take([1 + ord("z")])
+    other.take(())
+    assert done(own).error
+    assert allowed(other) == b"x"
+    assert not other.error
