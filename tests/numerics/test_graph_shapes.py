@@ -15,6 +15,7 @@ from manylora_worker.models.cuda.graph_shapes import (
     NO_LORA,
     decode_shape,
     decode_shapes,
+    has_graph,
     mixed_shape,
     mixed_shapes,
     room_for_prefill_tiles,
@@ -40,7 +41,8 @@ def test_decodes(max_sequences: int) -> None:
     for rows in range(1, max_sequences + 1):
         for tiles in (NO_LORA, *range(1, rows + 1)):
             for sampling in _SAMPLINGS:
-                needed = SamplingPlan.of([sampling])
+                needed = SamplingPlan.of([sampling], has_masks=sampling.top_logprobs is None and rows % 2 == 0)
+                assert has_graph(needed)
                 shape = decode_shape(rows, tiles, needed, max_sequences)
                 assert shape in captured
                 assert shape.rows >= rows

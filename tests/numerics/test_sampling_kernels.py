@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ class Rows:
         self.samplings = samplings
         self.device = device
         self.bars: list[list[tuple[int, int]]] = [[] for _ in samplings]
+        self.masks: list[bytes | None] = [None for _ in samplings]
         self.choices = [rng.randrange(4) for _ in samplings]
         self.prompts = [[rng.randrange(vocab) for _ in range(rng.randrange(1, 30))] for _ in samplings]
         self.outputs = [[rng.randrange(vocab) for _ in range(rng.randrange(12))] * 2 for _ in samplings]
@@ -56,13 +58,14 @@ class Rows:
     def state(self, row: int) -> RowState:
         sampling = self.samplings[row]
         slot = row if sampling.adjusts_logits else -1
-        return RowState(sampling, self.choices[row], len(self.outputs[row]), slot)
+        return RowState(sampling, self.choices[row], len(self.outputs[row]), slot, self.masks[row] is not None)
 
     def chunk(self, row: int) -> SequenceChunk:
         return SequenceChunk(
             sequence_id=row, token_ids=[1], start_position=0, block_table=[0], adapter_uid=None, samples=True,
             sampling=self.samplings[row], choice=self.choices[row], output_index=len(self.outputs[row]),
             prompt_token_ids=self.prompts[row], output_token_ids=self.outputs[row], bars=self.known_bars(row),
+            mask=self.masks[row],
         )  # fmt: skip
 
     def known_bars(self, row: int) -> list[tuple[int, int]]:
@@ -193,8 +196,35 @@ def test_the_least_plan() -> None:
     assert SamplingPlan.of([Sampling(seed=0, top_k=3)]) == SamplingPlan(draws=True, cuts=True)
     assert SamplingPlan.of([Sampling(seed=0, temperature=0.0, logit_bias={1: 1.0})]) == SamplingPlan(penalties=True)
     assert SamplingPlan.of([greedy], has_bars=True) == SamplingPlan(penalties=True)
+    assert SamplingPlan.of([greedy], has_masks=True) == SamplingPlan(masks=True)
+    assert not SamplingPlan(penalties=True).covers(SamplingPlan(masks=True))
     assert SamplingPlan.of([greedy, Sampling(seed=0, top_logprobs=0)]) == SamplingPlan(draws=True, top_logprobs=0)
     assert not SamplingPlan(top_logprobs=None).covers(SamplingPlan(top_logprobs=0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("has_penalties", [False, True])
+def test_masks_bar_what_they_do_not_name(device: str, has_penalties: bool) -> None:
+    """Of some rows, beside others without; and the next step's masks are other ones."""
+    rng = random.Random(7)
+    vocab = 300
+    samplings = [replace(random_sampling(rng, vocab), allowed_token_ids=()) for _ in range(12)]
+    if not has_penalties:
+        plain = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {}}
+        samplings = [replace(each, **plain) for each in samplings]
+    rows = Rows(samplings, device, vocab=vocab)
+    masked = range(0, 12, 2)
+    for step in range(3):
+        tokens = {row: {rng.randrange(vocab) for _ in range(1 + 40 * (row % 3))} for row in masked}
+        for row in masked:
+            rows.masks[row] = sum(1 << token for token in tokens[row]).to_bytes(-(-vocab // 32) * 4, "little")
+        if step == 0:
+            rows.sampler.write_rows({row: rows.state(row) for row in range(12)})
+        rows.sampler.write_masks({row: rows.masks[row] or b"" for row in masked})
+        plan = SamplingPlan.of(samplings, has_masks=True)
+        assert plan.penalties == has_penalties
+        rows.check(random_scores(vocab, 3.0).expand(12, -1).contiguous(), plan)
+        assert all(rows.outputs[row][-1] in tokens[row] for row in masked)
 
 
 @pytest.mark.parametrize("device", DEVICES)

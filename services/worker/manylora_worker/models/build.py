@@ -152,7 +152,7 @@ def build_rank(config: WorkerConfig, group: RankGroup | None, notify: Callable[[
         lambda folder, uid: _largest_update(reader, base, folder, uid),
     )
     constraints = None
-    if device_runner is None and (group is None or group.rank == 0):  # the device's sampler has no masks yet
+    if group is None or group.rank == 0:
         constraints = ConstraintCompiler(lambda: read_vocabulary(config.model, spec), notify)
     return EngineParts(runner, backend, model, validator, constraints)
 

@@ -20,6 +20,7 @@ SAMPLING_PLANS = (  # what a captured step can do about sampling, cheapest first
     GREEDY,
     SamplingPlan(draws=True),
     SamplingPlan(draws=True, cuts=True),
+    SamplingPlan(draws=True, cuts=True, masks=True),
     SamplingPlan(draws=True, cuts=True, top_logprobs=MAX_TOP_LOGPROBS),
 )
 
@@ -47,6 +48,10 @@ class MixedShape(NamedTuple):
 
 def bucket_of(rows: int, largest: int) -> int:
     return min(largest, next(bucket for bucket in (*BUCKETS, largest) if bucket >= rows))
+
+
+def has_graph(needed: SamplingPlan) -> bool:
+    return any(plan.covers(needed) for plan in SAMPLING_PLANS)
 
 
 def decode_shape(rows: int, lora_tiles: int, needed: SamplingPlan, max_sequences: int) -> DecodeShape:

@@ -29,6 +29,7 @@ from manylora_worker.models.cuda.graph_shapes import (
     MixedShape,
     decode_shape,
     decode_shapes,
+    has_graph,
     mixed_shape,
     mixed_shapes,
     room_for_prefill_tiles,
@@ -253,11 +254,15 @@ class DeviceModelRunner:
     def _run(self, plan: PackedStep, sampled: Sequence[SequenceChunk]) -> tuple[Sequence[int], SampledRows | None]:
         """Each sampling chunk's row in what is drawn."""
         rows = [plan.row_of[chunk.sequence_id] for chunk in sampled]
-        needed = SamplingPlan.of([chunk.sampling for chunk in sampled], has_bars=any(chunk.bars for chunk in sampled))
+        needed = SamplingPlan.of(
+            [chunk.sampling for chunk in sampled],
+            has_bars=any(chunk.bars for chunk in sampled),
+            has_masks=any(chunk.mask is not None for chunk in sampled),
+        )
         if not sampled:
             self._run_logits(plan, rows)
             return rows, None
-        if plan.is_decode and self._capture and not needed.penalties:
+        if plan.is_decode and self._capture and has_graph(needed):
             return rows, self._replay(plan, sampled, rows, needed)
         bars = self._bars(plan, sampled, rows) if needed.penalties else None
         logits = self._run_logits(plan, rows)
@@ -315,7 +320,7 @@ class DeviceModelRunner:
         self, logits: Tensor, sampled: Sequence[SequenceChunk], needed: SamplingPlan, bars: DeviceBars | None
     ) -> SampledRows:
         """Row i for chunk i. Not in a graph, where rows of padding would count for whose penalties they had."""
-        if needed.draws or needed.penalties:
+        if needed.draws or needed.adjusts:
             self._sampler_rows.write(sampled, range(len(sampled)))
         else:
             self._sampler_rows.clear()

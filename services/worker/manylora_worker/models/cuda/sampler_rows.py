@@ -25,11 +25,20 @@ class SamplerRows:
     def write(self, sampled: Sequence[SequenceChunk], rows: Sequence[int]) -> None:
         slots = self._penalty_slots.of(sampled)
         changed = {
-            row: RowState(chunk.sampling, chunk.choice, chunk.output_index, slots.get(chunk.sequence_id, -1))
+            row: RowState(
+                chunk.sampling,
+                chunk.choice,
+                chunk.output_index,
+                slots.get(chunk.sequence_id, -1),
+                is_masked=chunk.mask is not None,
+            )
             for chunk, row in zip(sampled, rows, strict=True)
             if self._owners.get(row) != (chunk.sequence_id, chunk.output_index)
         }
         self._sampler.write_rows(changed)
+        self._sampler.write_masks(
+            {row: chunk.mask for chunk, row in zip(sampled, rows, strict=True) if chunk.mask is not None}
+        )
         self._owners = {
             row: (chunk.sequence_id, chunk.output_index + 1) for chunk, row in zip(sampled, rows, strict=True)
         }

@@ -38,22 +38,28 @@ _BINS_A_UNIT = 16
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """A larger plan is right for the rows of a smaller one. `penalties`: or a bias, or a bar."""
+    """A larger plan is right for the rows of a smaller one. `penalties`: or a bias, or a bar. `masks`: some rows'."""
 
     draws: bool = False
     cuts: bool = False
     penalties: bool = False
+    masks: bool = False
     top_logprobs: int | None = None
 
     @classmethod
-    def of(cls, samplings: Sequence[Sampling], *, has_bars: bool = False) -> SamplingPlan:
+    def of(cls, samplings: Sequence[Sampling], *, has_bars: bool = False, has_masks: bool = False) -> SamplingPlan:
         logprobs = [s.top_logprobs for s in samplings if s.top_logprobs is not None]
         return cls(
             draws=any(not s.is_greedy for s in samplings),
             cuts=any(not s.is_greedy and (s.top_k or s.top_p < 1 or s.min_p > 0) for s in samplings),
             penalties=has_bars or any(s.adjusts_logits for s in samplings),
+            masks=has_masks,
             top_logprobs=max(logprobs) if logprobs else None,
         )
+
+    @property
+    def adjusts(self) -> bool:
+        return self.penalties or self.masks
 
     def covers(self, other: SamplingPlan) -> bool:
         own_logprobs = -1 if self.top_logprobs is None else self.top_logprobs
@@ -62,6 +68,7 @@ class SamplingPlan:
             self.draws >= other.draws
             and self.cuts >= other.cuts
             and self.penalties >= other.penalties
+            and self.masks >= other.masks
             and own_logprobs >= logprobs
         )
 
@@ -74,6 +81,7 @@ class RowState:
     choice: int
     output_index: int
     penalty_slot: int = -1
+    is_masked: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,6 +136,7 @@ class DeviceSampler:
         self._ints[INTS.index("penalty_slot")] = -1
         self._counts = torch.zeros(penalty_slots, vocab_size, dtype=torch.int32, device=device)
         self._bias = torch.zeros(penalty_slots, vocab_size, dtype=torch.float32, device=device)
+        self._masks = torch.zeros(max_rows, -(-vocab_size // 32), dtype=torch.int32, device=device)
         self._scratch = _Scratch(max_rows, vocab_size, self._segments, candidates, penalty_slots > 0, device)
 
     def write_rows(self, rows: Mapping[int, RowState]) -> None:
@@ -141,6 +150,16 @@ class DeviceSampler:
         assert all((state.penalty_slot >= 0) == state.sampling.adjusts_logits for state in rows.values())
         self._floats.index_copy_(1, index, self._to_device(torch.tensor(floats, dtype=torch.float64).T.contiguous()))
         self._ints.index_copy_(1, index, self._to_device(torch.tensor(ints, dtype=torch.int64).T.contiguous()))
+
+    def write_masks(self, masks: Mapping[int, bytes]) -> None:
+        """By row: a bit for each token that may be drawn next. Queued on the current stream, as `write_rows`."""
+        if not masks:
+            return
+        words = torch.empty(len(masks), self._masks.shape[1], dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        for place, mask in zip(words.numpy(), masks.values(), strict=True):
+            place[:] = np.frombuffer(mask, np.int32)
+        index = self._to_device(torch.tensor(list(masks), dtype=torch.int64))
+        self._masks.index_copy_(0, index, words.to(self.device, non_blocking=True))
 
     def write_penalty_slot(
         self, slot: int, sampling: Sampling, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
@@ -172,12 +191,12 @@ class DeviceSampler:
         sizes = {"SEGMENTS": self._segments, "SEGMENT": self._segment}
         padded = triton.next_power_of_2(self._segments)
         scores = logits
-        if plan.penalties:
+        if plan.adjusts:
             assert scratch.scores is not None, "no penalty slots"
             scores = scratch.scores
             adjust_kernel[by_segment](
                 logits, scores, self._floats, self._ints, self._counts, self._bias, scratch.raw_best_values,
-                vocab_size, self.max_rows, **sizes, num_warps=8,
+                self._masks, vocab_size, self.max_rows, **sizes, num_warps=8,
             )  # fmt: skip
         if bars is not None:
             scores.view(-1).index_add_(0, bars.rows * vocab_size + bars.token_ids, bars.additions)
@@ -194,7 +213,7 @@ class DeviceSampler:
             scratch.raw_best_values, scratch.race_values, scratch.race_ids, scratch.chosen, scratch.token_ids,
             scratch.sound,
             vocab_size, self.max_rows, SEGMENTS=self._segments, PADDED=padded, DRAWS=plan.draws, CUTS=plan.cuts,
-            PENALTIES=plan.penalties, num_warps=1,
+            ADJUSTS=plan.adjusts, PENALTIES=plan.penalties, num_warps=1,
         )  # fmt: skip
         token_ids, sound = scratch.token_ids[:num_rows], scratch.sound[:num_rows]
         if plan.top_logprobs is None:
@@ -249,7 +268,7 @@ def _floats_of(sampling: Sampling) -> list[float]:
 def _ints_of(state: RowState) -> list[int]:
     key_state = _splitmix64((state.sampling.seed & _MASK_64) ^ _splitmix64(state.choice))
     signed = key_state - (1 << 64) if key_state >> 63 else key_state
-    return [state.sampling.top_k, signed, state.output_index, state.penalty_slot]
+    return [state.sampling.top_k, signed, state.output_index, state.penalty_slot, int(state.is_masked)]
 
 
 def _splitmix64(word: int) -> int:

@@ -15,10 +15,11 @@ FLOATS = (
     "presence_penalty",
     "frequency_penalty",
 )
-INTS = ("top_k", "key_state", "output_index", "penalty_slot")
+INTS = ("top_k", "key_state", "output_index", "penalty_slot", "is_masked")
 _TEMPERATURE, _TOP_P, _LOG_MIN_P = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _REPETITION, _PRESENCE, _FREQUENCY = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
 _TOP_K, _KEY_STATE, _OUTPUT_INDEX, _PENALTY_SLOT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+_IS_MASKED = tl.constexpr(4)
 
 
 # A row is cut into segments, one program each; bound, choose and finish have one a row. A row with more candidates than
@@ -67,10 +68,10 @@ def _shifted(scores, best, temperature):
 
 @triton.jit
 def adjust_kernel(
-    logits_ptr, scores_ptr, floats_ptr, ints_ptr, counts_ptr, bias_ptr, raw_best_ptr, vocab_size, max_rows,
-    SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
+    logits_ptr, scores_ptr, floats_ptr, ints_ptr, counts_ptr, bias_ptr, raw_best_ptr, masks_ptr, vocab_size,
+    max_rows, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """Repetition, presence and frequency penalties and bias, in this order; and a segment's largest logit before them,
+    """Repetition, presence and frequency penalties, bias and mask, in this order; and a segment's largest logit before,
     which tells whether the model's own are sound."""
     row = tl.program_id(0)
     segment = tl.program_id(1)
@@ -94,6 +95,9 @@ def adjust_kernel(
         addition = (-presence - frequency * outputs.to(tl.float64)).to(tl.float32)
         scores = tl.where(outputs > 0, scores + addition, scores)
         scores += tl.load(bias_ptr + slot * vocab_size + token, mask=kept, other=0.0)
+    if tl.load(ints_ptr + _IS_MASKED * max_rows + row) > 0:
+        words = tl.load(masks_ptr + row * ((vocab_size + 31) // 32) + token // 32, mask=kept, other=0)
+        scores = tl.where(((words >> (token % 32)) & 1) == 1, scores, float("-inf"))
     tl.store(scores_ptr + at, scores, mask=kept)
 
 
@@ -340,7 +344,7 @@ def choose_kernel(
 def finish_kernel(
     floats_ptr, ints_ptr, counts_ptr, best_ptr, best_ids_ptr, raw_best_ptr, race_ptr, race_ids_ptr, chosen_ptr,
     token_ids_ptr, sound_ptr, vocab_size, max_rows, SEGMENTS: tl.constexpr, PADDED: tl.constexpr,
-    DRAWS: tl.constexpr, CUTS: tl.constexpr, PENALTIES: tl.constexpr,
+    DRAWS: tl.constexpr, CUTS: tl.constexpr, ADJUSTS: tl.constexpr, PENALTIES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     segment = tl.arange(0, PADDED)
@@ -348,7 +352,7 @@ def finish_kernel(
     best = _best_of_row(best_ptr, row, SEGMENTS, PADDED)
     has_scores = tl.abs(best) < float("inf")
     sound = has_scores
-    if PENALTIES:
+    if ADJUSTS:
         sound = tl.abs(_best_of_row(raw_best_ptr, row, SEGMENTS, PADDED)) < float("inf")
     values = tl.load(best_ptr + row * SEGMENTS + segment, mask=in_row, other=float("-inf"))
     ids = tl.load(best_ids_ptr + row * SEGMENTS + segment, mask=in_row, other=0x7FFFFFFF)
