@@ -18,7 +18,7 @@ STAMP := $(VENV)/.installed
 COMPILED := $(VENV)/.compiled
 
 .DEFAULT_GOAL := help
-.PHONY: help install compiled demo up quick test wide test-all house oracle soak sim mutants kernels fairness shares fuzz check lint types layers format proto test-clients compose-test clean
+.PHONY: help install compiled demo up quick test wide test-all house oracle soak sim mutants kernels fairness shares fuzz check lint types layers format proto schemas test-clients compose-test clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
@@ -106,6 +106,9 @@ house: $(STAMP) ## how the house stands: folders, docstrings, longest functions,
 
 proto: $(STAMP) ## generate the stubs from protos/
 	@$(BIN)/python protos/generate.py
+
+schemas: $(STAMP) ## 500 generated schemas on a real model, at temperature 1: make schemas MODEL=folder
+	@MANYLORA_REAL_MODEL=$(MODEL) $(BIN)/python -m pytest -q -s -m slow tests/numerics/test_constrained_output.py
 
 test-clients: $(STAMP) ## other people's clients against the real model: OpenAI's, Anthropic's, litellm, langchain, lm-eval
 	@test -x .venv-clients/bin/lm_eval || { $(PYTHON) -m venv .venv-clients && .venv-clients/bin/pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt; }
