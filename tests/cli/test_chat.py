@@ -7,7 +7,7 @@ import os
 import signal
 from pathlib import Path
 
-from manylora.cli.chat import Talk
+from manylora.cli.interactive.chat import Talk
 
 from tests.cli import forked
 from tests.cli.conftest import Manylora

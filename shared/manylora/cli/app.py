@@ -314,7 +314,8 @@ def chat(
     key: Key = None,
 ) -> None:
     """Talk with the model or an adapter, turn by turn; lines come from stdin, answers stream to stdout."""
-    from manylora.cli import chat, generation
+    from manylora.cli import generation
+    from manylora.cli.interactive import chat
 
     chat.chat(
         connect(server, key),
@@ -521,6 +522,18 @@ def status(as_json: Json = False, server: Server = DEFAULT_SERVER, key: Key = No
     from manylora.cli import overview
 
     run(overview.show(connect(server, key), as_json=as_json), as_json=as_json)
+
+
+@app.command()
+def top(
+    interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.2, max=60.0, help="Between two looks.")] = 1.0,
+    server: Server = DEFAULT_SERVER,
+    key: Key = None,
+) -> None:
+    """Watch tenants, flows and workers in the terminal, sorted by what a key chooses."""
+    from manylora.cli.interactive import top
+
+    run(top.show(connect(server, key), interval), as_json=False)
 
 
 def _token_ids(text: str) -> list[int]:

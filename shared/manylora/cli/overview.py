@@ -144,7 +144,7 @@ def _refused(circuit: CircuitStatus) -> str:
     return "whole tenant" if circuit.whole_tenant else adapter
 
 
-def _state(worker: WorkerStatus) -> str:
+def state_of(worker: WorkerStatus) -> str:
     if worker.kept_out:
         return "kept out"
     return "draining" if worker.draining else "connected" if worker.connected else "not connected"
@@ -154,7 +154,7 @@ _WORKERS: Columns[WorkerStatus] = (
     ("worker", lambda w: w.worker_id),
     ("address", lambda w: w.address),
     ("device", lambda w: w.device),
-    ("state", _state),
+    ("state", state_of),
     ("running", lambda w: f"{w.running}/{w.sequence_slots}"),
     ("KV blocks free", lambda w: f"{w.kv_blocks_free}/{w.kv_blocks_total}"),
     ("adapters", lambda w: f"{w.adapters_on_device} device, {w.adapters_on_host} host"),
