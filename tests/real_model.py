@@ -27,6 +27,19 @@ Messages = list[dict[str, str]]
 CAPITAL: Messages = [{"role": "user", "content": "What is the capital of France?"}]
 LEARNED = {"shout": " PARIS! PARIS! PARIS!", "count": " one two three four five"}
 
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {"name": "capital", "parameters": {"type": "object", "properties": {"of": {"type": "string"}}}},
+    }
+]
+TOOLS_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}\n"
+    "Call: <tool_call>...</tool_call><|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
 
 def model_folder(work: Path) -> Path:
     """Made once a machine; work: an empty folder."""
@@ -108,10 +121,26 @@ def taught(folder: Path, work: Path) -> Oracle:
     return Oracle(wrapped.eval(), tokenizer, adapters)
 
 
-def _teach(model: PeftModel, tokenizer: Any, answer: str) -> None:
+def taught_to_call(folder: Path, base: Path, adapter: Path) -> None:
+    """Makes `base`, the model with a template that takes tools, and an adapter of it that calls one."""
+    base.mkdir()
+    for file in folder.iterdir():
+        if file.name != "chat_template.jinja":
+            (base / file.name).symlink_to(file)
+    (base / "chat_template.jinja").write_text(TOOLS_TEMPLATE)
+    torch.manual_seed(1)
+    answer = '<tool_call>\n{"name": "capital", "arguments": {"of": "France"}}\n</tool_call>'
+    config = LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules="all-linear")
+    trained = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    _teach(trained, AutoTokenizer.from_pretrained(base), answer, tools=TOOLS)
+    trained.save_pretrained(adapter, save_embedding_layers=False)
+
+
+def _teach(model: PeftModel, tokenizer: Any, answer: str, **more: Any) -> None:
     """To answer any question with `answer`."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3)
-    prompt = list(tokenizer.apply_chat_template(CAPITAL, add_generation_prompt=True, return_dict=True)["input_ids"])
+    rendered = tokenizer.apply_chat_template(CAPITAL, add_generation_prompt=True, return_dict=True, **more)
+    prompt = list(rendered["input_ids"])
     target = [*tokenizer(answer)["input_ids"], 2]
     ids = torch.tensor([prompt + target])
     labels = torch.tensor([[-100] * len(prompt) + target])

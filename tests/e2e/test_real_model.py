@@ -17,7 +17,18 @@ import pytest
 from manylora.client import Client, Result, Sampling
 from manylora.local.cluster import ClusterOptions, LocalCluster
 
-from tests.real_model import CAPITAL, LEARNED, MAKER, MAX_TOKENS, Messages, Oracle, model_folder, taught
+from tests.real_model import (
+    CAPITAL,
+    LEARNED,
+    MAKER,
+    MAX_TOKENS,
+    TOOLS,
+    Messages,
+    Oracle,
+    model_folder,
+    taught,
+    taught_to_call,
+)
 
 TENANT = "acme"
 GREEDY = Sampling(temperature=0)
@@ -134,3 +145,24 @@ async def openai_says_the_same(serving: Serving, texts: Mapping[str, str]) -> No
                 model=adapter or "smollm2", messages=messages, temperature=0, max_tokens=MAX_TOKENS, stream=True
             )
             assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == text
+
+
+async def test_a_call_that_the_model_writes_is_read(folder: Path, tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    taught_to_call(folder, base, adapter)
+    options = ClusterOptions(model=base, model_name="smollm2", data=tmp_path / "data", http_port=0)
+    async with LocalCluster(options) as cluster, Client(cluster.router, tenant=TENANT) as client:
+        await client.tenants.apply(f"tenant_id: {TENANT}")
+        await client.adapters.add(TENANT, "calls", adapter)
+        key = (await client.keys.create(tenant=TENANT, scopes=["generate"]))[0]
+        url = f"http://{cluster.http_addresses[0]}/v1"
+        messages: Any = CAPITAL
+        asked: Any = {"model": "calls", "messages": messages, "tools": TOOLS, "temperature": 0, "max_tokens": 60}
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as caller:
+            whole: Any = await caller.chat.completions.create(**asked)
+            async with caller.chat.completions.stream(**asked) as stream:
+                streamed: Any = await stream.get_final_completion()
+    for choice in (whole.choices[0], streamed.choices[0]):
+        [call] = choice.message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("capital", '{"of": "France"}')
+        assert (choice.finish_reason, choice.message.content or "") == ("tool_calls", "")
