@@ -114,7 +114,10 @@ class Manylora:
     def __init__(self, arguments: argparse.Namespace, folder: Path, prompts: list[list[int]]) -> None:
         parts = build_engine(
             WorkerConfig(
-                model=str(folder / "model"), adapter_store=folder / "store", threads=arguments.threads, kv_cache_mb=512
+                model=str(folder / "model"),
+                adapter_store=str(folder / "store"),
+                threads=arguments.threads,
+                kv_cache_mb=512,
             )
         )
         self.backend = parts.backend

@@ -38,6 +38,7 @@ from manylora_worker.weights.backend import TorchAdapterBackend
 from manylora_worker.weights.host_memory import HostMemory
 from manylora_worker.weights.reader_pool import ReaderProcesses
 from manylora_worker.weights.source import AdapterLimits
+from manylora_worker.weights.store import FolderStore
 from safetensors.torch import save_file
 
 GIB = 1 << 30
@@ -113,7 +114,7 @@ class Traffic:
     ) -> None:
         self.store = store
         reader = ReaderProcesses(loaded.adapter_base(), AdapterLimits(max_rank=64), memory)
-        self.backend = TorchAdapterBackend(store.objects, reader, runner, host_threads=8)
+        self.backend = TorchAdapterBackend(FolderStore(store.objects.parent), reader, runner, host_threads=8)
         limits = EngineLimits(
             PlannerLimits(batch_tokens, chunk_tokens, slots),
             AdapterCacheLimits(

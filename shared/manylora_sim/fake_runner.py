@@ -482,7 +482,7 @@ class FakeValidator:
     def __init__(self, problems: Mapping[str, Sequence[FieldViolation]] | None = None) -> None:
         self._problems = problems or {}
 
-    async def validate(self, path: str) -> AdapterReport:
+    async def validate(self, path: str, uid: AdapterUid) -> AdapterReport:
         if path in self._problems:
             return AdapterReport(problems=self._problems[path])
         return AdapterReport(max_lora_rank=8, size_bytes=1 << 20, target_modules=("q_proj", "v_proj"))

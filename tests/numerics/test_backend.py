@@ -22,6 +22,7 @@ from manylora_worker.weights.host_memory import HostMemory
 from manylora_worker.weights.reader import AdapterReader, LocalReader
 from manylora_worker.weights.reader_pool import ReaderProcesses
 from manylora_worker.weights.source import AdapterBase, AdapterLimits
+from manylora_worker.weights.store import FolderStore
 
 from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.driver import LIMITS, Driver, Stream, make_runner, put_adapter
@@ -39,7 +40,7 @@ class Setup:
         self.objects = store / "objects"
         self.uids = family.put_adapters(self.objects)
         self.backend = TorchAdapterBackend(
-            self.objects, reader(family.loaded.adapter_base(), LIMITS), self.runner, notify=self.woken.release
+            FolderStore(store), reader(family.loaded.adapter_base(), LIMITS), self.runner, notify=self.woken.release
         )
 
     def next_events(self, count: int = 1) -> list[AdapterEvent]:
@@ -108,10 +109,10 @@ def test_what_is_lent_is_found_there_until_the_store_has_it(setup: Setup, tmp_pa
             setup.backend.drop_host(uid)
         return event.error
 
-    with setup.backend.lends(uid, incoming), setup.backend.lends(uid, incoming):
+    with setup.backend.lends(uid, "incoming"), setup.backend.lends(uid, "incoming"):
         assert load() is None
     assert "not a folder" in (load() or "")
-    with setup.backend.lends(uid, tmp_path / "gone"):
+    with setup.backend.lends(uid, "gone"):
         assert "not a folder" in (load() or "")
         incoming.rename(stored)
         assert load() is None
@@ -211,7 +212,7 @@ def test_factory(family_of: FamilyOf, tmp_path: Path) -> None:
         assert parts.runner.block_size == 8
         assert parts.runner.vocab_size == family.loaded.spec.vocab_size
         assert parts.runner.max_context_tokens == 256
-        report = asyncio.run(parts.validator.validate(folder.name))
+        report = asyncio.run(parts.validator.validate(folder.name, AdapterUid("0" * 64)))
         assert report.max_lora_rank == 9
         assert report.size_bytes > 0
         assert "q_proj" in report.target_modules

@@ -169,7 +169,7 @@ async def test_an_adapter_whose_finite_weights_overflow_is_found_by_its_first_st
     runtime.start()
     try:
         trial = AdapterTrial(runtime, validator)
-        assert not (await validator.validate("incoming")).problems, "its weights are finite numbers"
+        assert not (await validator.validate("incoming", bad)).problems, "its weights are finite numbers"
         assert await trial.problem(f"objects/{good}", TenantId("t"), good) is None
         problem = await trial.problem("incoming", TenantId("t"), bad)
         assert problem is not None

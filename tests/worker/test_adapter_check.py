@@ -12,15 +12,16 @@ import pytest
 from manylora_shared.errors import FieldViolation, InvalidRequest
 from manylora_shared.ids import AdapterUid
 from manylora_worker.weights.adapter_check import MAX_CHECKS, AdapterReport, ThreadValidator
+from manylora_worker.weights.store import FolderStore
 
 UID = AdapterUid("ab" * 32)
 
 
 def validator_of(root: Path, check: Callable[[Path], AdapterReport]) -> ThreadValidator:
-    def lends(uid: AdapterUid, folder: Path) -> AbstractContextManager[None]:
+    def lends(uid: AdapterUid, path: str) -> AbstractContextManager[None]:
         raise AssertionError("nothing is tried here")
 
-    return ThreadValidator(root, check, lends, lambda folder, uid: str(folder))
+    return ThreadValidator(FolderStore(root), check, lends, lambda folder, uid: str(folder))
 
 
 async def test_problems_are_a_report_and_another_error_is_none(tmp_path: Path) -> None:
@@ -31,13 +32,13 @@ async def test_problems_are_a_report_and_another_error_is_none(tmp_path: Path) -
         assert folder == (tmp_path / "x").resolve()
         raise InvalidRequest.of_all([problem])
 
-    assert await validator_of(tmp_path, check).validate("x") == AdapterReport(problems=(problem,))
+    assert await validator_of(tmp_path, check).validate("x", UID) == AdapterReport(problems=(problem,))
 
     def fail(folder: Path) -> AdapterReport:
         raise OSError("disk")
 
     with pytest.raises(OSError, match="disk"):
-        await validator_of(tmp_path, fail).validate("x")
+        await validator_of(tmp_path, fail).validate("x", UID)
 
 
 async def test_nothing_outside_the_store_is_looked_at(tmp_path: Path) -> None:
@@ -47,7 +48,7 @@ async def test_nothing_outside_the_store_is_looked_at(tmp_path: Path) -> None:
     validator = validator_of(tmp_path / "root", lambda folder: seen.append(folder) or AdapterReport())
     for path in ("../other", "/", "absent"):
         with pytest.raises(InvalidRequest):
-            await validator.validate(path)
+            await validator.validate(path, UID)
         with pytest.raises(InvalidRequest):
             await validator.largest_update(path, UID)
         with pytest.raises(InvalidRequest):
@@ -71,7 +72,7 @@ async def test_so_many_at_a_time(tmp_path: Path) -> None:
         return AdapterReport(max_lora_rank=1)
 
     validator = validator_of(tmp_path, check)
-    checks = [asyncio.create_task(validator.validate(str(i))) for i in range(5)]
+    checks = [asyncio.create_task(validator.validate(str(i), UID)) for i in range(5)]
     await asyncio.sleep(0.05)
     go_on.set()
     assert len(await asyncio.gather(*checks)) == 5
@@ -90,11 +91,11 @@ async def test_a_check_that_its_caller_left_keeps_its_turn(tmp_path: Path) -> No
 
     validator = validator_of(tmp_path, check)
     for i in range(4):
-        task = asyncio.create_task(validator.validate(str(i)))
+        task = asyncio.create_task(validator.validate(str(i), UID))
         await asyncio.sleep(0.05)
         task.cancel()
         await asyncio.wait([task])
     assert started == ["0", "1"], "those that were left go on, and the others had to wait"
     go_on.set()
     with pytest.raises(OSError, match="nobody"):
-        await validator.validate("4")
+        await validator.validate("4", UID)

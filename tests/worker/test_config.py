@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from manylora_shared.process.config import ConfigError, parse
 from manylora_worker import config as settings
@@ -15,7 +13,7 @@ def test_flags_and_environment() -> None:
     flags += " --allow-plain-text"
     config = parse(WorkerConfig, flags.split(), {"MANYLORA_THREADS": "3", "MANYLORA_ADAPTER_STORE": "/a"})
     assert (config.model, config.device_adapter_mb, config.quantization) == ("/m", 0.25, "nf4")
-    assert (config.threads, config.adapter_store, config.advertise) == (3, Path("/a"), "w:7")
+    assert (config.threads, config.adapter_store, config.advertise) == (3, "/a", "w:7")
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
 import logging
+import shutil
 import sys
 from pathlib import Path
+from tempfile import mkdtemp
 
 from manylora.v1 import worker_pb2
 from manylora_shared.metadata import PEER_KEY
@@ -14,11 +17,15 @@ from manylora_shared.process import loop as service_loop
 from manylora_shared.process.config import load
 from manylora_shared.process.last_resort import LastResort
 from manylora_shared.process.main import Parts, serve
-from manylora_shared.stores.adapter_files import LocalAdapterFiles
+from manylora_shared.stores.access import access_of
+from manylora_shared.stores.adapter_files import AdapterFiles, LocalAdapterFiles
+from manylora_shared.stores.bucket import Bucket, is_bucket
+from manylora_shared.stores.bucket_files import BucketAdapterFiles
 from manylora_shared.stores.model_files import model_folder
 from manylora_shared.telemetry import logs
 from manylora_shared.transport.bundle_client import BundlingTransport
 
+from manylora_router.admin.sources import Sources, read_rules
 from manylora_router.app import RouterApp
 from manylora_router.config import RouterConfig
 from manylora_router.text.service import HfTextService, TextService, TokenIdsOnlyText, has_tokenizer
@@ -42,6 +49,17 @@ def load_text(config: RouterConfig) -> TextService:
     return HfTextService.load(folder, threads=_TOKENIZER_THREADS)
 
 
+def _adapter_store(config: RouterConfig) -> AdapterFiles:
+    """Raises ValueError, OSError."""
+    limit = config.max_adapter_mb << 20
+    if not is_bucket(config.adapter_store):
+        return LocalAdapterFiles(Path(config.adapter_store), max_weights_bytes=limit)
+    staging = Path(mkdtemp(prefix="manylora-router-"))
+    atexit.register(shutil.rmtree, staging, ignore_errors=True)
+    bucket = Bucket(config.adapter_store, access_of(config.adapter_store_access))
+    return BucketAdapterFiles(bucket, staging, max_weights_bytes=limit)
+
+
 async def build(config: RouterConfig, parts: Parts) -> RouterApp:
     text = await asyncio.to_thread(load_text, config)
     return RouterApp(
@@ -51,7 +69,8 @@ async def build(config: RouterConfig, parts: Parts) -> RouterApp:
         ),
         store=parts.store,
         text=text,
-        adapter_store=LocalAdapterFiles(Path(config.adapter_store), max_weights_bytes=config.max_adapter_mb << 20),
+        adapter_store=_adapter_store(config),
+        sources=Sources(read_rules(config.adapter_sources), max_weights_bytes=config.max_adapter_mb << 20),
         telemetry=parts.telemetry,
         rng=parts.rng,
         peer_secret=parts.peer_secret,

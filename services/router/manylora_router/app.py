@@ -13,10 +13,11 @@ from functools import partial
 from pathlib import Path
 
 from manylora_shared.coordination import keys
-from manylora_shared.coordination.base import Store, StoreUnavailable
+from manylora_shared.coordination.base import Store
 from manylora_shared.coordination.peers import PeerSecret, PeerTransport
 from manylora_shared.coordination.records import AdapterRecord, RouterRecord
 from manylora_shared.coordination.session import LeaseSession
+from manylora_shared.errors import ServiceUnavailable
 from manylora_shared.ids import AdapterUid
 from manylora_shared.process.clock import SystemClock, WallClock
 from manylora_shared.stores.adapter_files import AdapterFiles
@@ -29,6 +30,7 @@ from manylora_router.admin import operator_key
 from manylora_router.admin.adapters import UPLOAD_BYTES_PER_S, AdapterIntake
 from manylora_router.admin.service_levels import ServiceLevels
 from manylora_router.admin.servicer import AdminServicer
+from manylora_router.admin.sources import Sources
 from manylora_router.admin.status import ClusterStatus
 from manylora_router.admin.verification import Verification
 from manylora_router.config import RouterConfig
@@ -65,6 +67,7 @@ class RouterApp:
         store: Store,
         text: TextService,
         adapter_store: AdapterFiles,
+        sources: Sources | None = None,
         telemetry: Telemetry,
         rng: random.Random,
         peer_secret: PeerSecret,
@@ -77,6 +80,7 @@ class RouterApp:
         self._store = store
         self._text = text
         self._files = adapter_store
+        self._sources = sources or Sources(())
         self._clock = clock or SystemClock()
         self._rng = rng
         self._server: Server | None = None
@@ -111,9 +115,7 @@ class RouterApp:
         )
         self.bounds = Bounds()
         self._inference = InferenceServicer(self.intake, self.calls)
-        self._intake = AdapterIntake(
-            directory=self.directory, files=adapter_store, text=text, channels=self.channels, clock=self._clock, rng=rng
-        )
+        self._intake = self._adapter_intake()
         levels = self._service_levels()
         self._status = ClusterStatus(directory=self.directory, transport=peers, levels=levels)
         self.admin = self._admin(levels)
@@ -128,6 +130,17 @@ class RouterApp:
             verification=Verification(self._files),
             status=self._status,
             levels=levels,
+            clock=self._clock,
+            rng=self._rng,
+        )
+
+    def _adapter_intake(self) -> AdapterIntake:
+        return AdapterIntake(
+            self._files,
+            self._sources,
+            directory=self.directory,
+            text=self._text,
+            channels=self.channels,
             clock=self._clock,
             rng=self._rng,
         )
@@ -229,6 +242,7 @@ class RouterApp:
             await self._lease.close()
             await asyncio.gather(self._server.stop(grace_s), *([self._http.stop(grace_s)] if self._http else []))
         await self.calls.reckonings.close()
+        self._sources.close()
         for task in self._tasks:
             task.cancel()
         ended = await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -272,7 +286,7 @@ class RouterApp:
         while True:
             try:
                 registered_before = await self._collect(registered_before)
-            except (StoreUnavailable, OSError, ValueError) as e:
+            except (ServiceUnavailable, OSError, ValueError) as e:
                 # Without the whole list nothing is known to be unused.
                 _LOG.warning("adapter files are not collected this time: %s", e)
             await asyncio.sleep(HOUSEKEEPING_S)

@@ -13,7 +13,16 @@ from manylora_shared.process.settings import ServiceSettings
 class RouterConfig(ServiceSettings):
     """Router: the public face of a manylora cluster."""
 
-    adapter_store: str = field(metadata={"help": "folder of the adapter store, shared with the workers"})
+    adapter_store: str = field(
+        metadata={"help": "the adapter store, shared with the workers: a folder, or s3://BUCKET/PREFIX"}
+    )
+    adapter_store_access: str = setting(
+        "", "YAML file with endpoint, region and credentials of a store in a bucket; empty: AWS_* of the environment"
+    )
+    adapter_sources: str = setting(
+        "",
+        "YAML file of the places that tenants may name as sources of adapters; empty: operators' keys alone name any",
+    )
     router_id: str = setting("", "this router's name; empty: one is drawn")
     model: str = setting("", "base model's folder or cached hub id, for its tokenizer; empty: token ids only")
     generation_config: Literal["auto", "none"] = setting(
@@ -41,4 +50,4 @@ class RouterConfig(ServiceSettings):
             check_listen(self.http_listen, "--http-listen")
             self.check_tls(self.http_listen, "--http-listen")
         if not self.adapter_store:
-            raise ConfigError("--adapter-store: must name a folder")
+            raise ConfigError("--adapter-store: must name a folder or a bucket")

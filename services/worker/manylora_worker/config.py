@@ -72,7 +72,14 @@ class WorkerConfig(ServiceSettings):
         50.0, "how long a step should take: no more prompt tokens in it than that allows; 0: any time", at_least=0
     )
 
-    adapter_store: Path = field(default=Path("adapters"), metadata={"help": "the cluster's adapter store"})
+    adapter_store: str = setting("adapters", "the cluster's adapter store: a folder, or s3://BUCKET/PREFIX")
+    adapter_store_access: str = setting(
+        "", "YAML file with endpoint, region and credentials of a store in a bucket; empty: AWS_* of the environment"
+    )
+    adapter_cache: Path = field(
+        default=Path("adapter-cache"), metadata={"help": "folder on this machine's disk for adapters of a bucket"}
+    )
+    adapter_cache_mb: int = setting(10240, "MiB that it may hold", at_least=1)
     host_adapter_mb: float = setting(1024.0, "MiB of adapters in host memory", above=0)
     device_adapter_mb: float = setting(512.0, "MiB of adapters on the device", above=0)
     max_lora_rank: int = setting(64, "the greatest rank of an adapter", at_least=1)

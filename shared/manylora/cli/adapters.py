@@ -19,6 +19,8 @@ async def add(target: Target, tenant: str, name: str, path: str, *, as_json: boo
     async with target.client() as client:
         if path.startswith(STORE_PREFIX):
             added = await client.adapters.add_from_store(tenant, name, path.removeprefix(STORE_PREFIX))
+        elif "://" in path:
+            added = await client.adapters.add_from_source(tenant, name, path)
         else:
             with _progress(f"{tenant}/{name}") as on_progress:
                 added = await client.adapters.add(tenant, name, path, on_progress=on_progress)

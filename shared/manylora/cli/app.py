@@ -110,6 +110,16 @@ TensorParallel = Annotated[
     int,
     typer.Option(min=1, help="GPUs that share the model, a worker; --device cuda:0,cuda:2 says the first of each."),
 ]
+ComputeType = Annotated[
+    str, typer.Option(help="Compute type of the workers; default: float32 on the CPU, bfloat16 elsewhere.")
+]
+AdapterStore = Annotated[str, typer.Option(help="Instead of a folder in --data: s3://BUCKET/PREFIX.")]
+AdapterStoreAccess = Annotated[
+    str, typer.Option(help="YAML file with its endpoint, region and credentials; else AWS_* of the environment.")
+]
+AdapterSources = Annotated[
+    str, typer.Option(help="YAML file of the places that tenants may name as sources of adapters.")
+]
 DrainS = Annotated[
     float | None,
     typer.Option(min=0, help="Seconds that running requests may go on at the end; default: the worker's choice."),
@@ -154,9 +164,7 @@ def up(
     etcd: Annotated[str, typer.Option(metavar="URL", help="An etcd that runs already; otherwise one is started.")] = "",
     model_name: Annotated[str, typer.Option(help="The model's name; default: the last part of --model.")] = "",
     model_alias: ModelAliases = None,
-    dtype: Annotated[
-        str, typer.Option(help="Compute type of the workers; default: float32 on the CPU, bfloat16 elsewhere.")
-    ] = "",
+    dtype: ComputeType = "",
     quantization: Annotated[Quantization, typer.Option(help="Of the base model's weights.")] = Quantization.NONE,
     kv_cache_mb: KvCacheMb = None,
     max_lora_rank: Annotated[
@@ -166,6 +174,9 @@ def up(
     sequence_slots: SequenceSlots = None,
     device_adapter_mb: DeviceAdapterMb = None,
     tensor_parallel: TensorParallel = 1,
+    adapter_store: AdapterStore = "",
+    adapter_store_access: AdapterStoreAccess = "",
+    adapter_sources: AdapterSources = "",
     drain_s: DrainS = None,
 ) -> None:
     """Run a local cluster in the foreground; prints one JSON line when it serves."""
@@ -193,6 +204,9 @@ def up(
         sequence_slots=sequence_slots,
         device_adapter_mb=device_adapter_mb,
         tensor_parallel=tensor_parallel,
+        adapter_store=adapter_store,
+        adapter_store_access=adapter_store_access,
+        adapter_sources=adapter_sources,
         drain_s=drain_s,
     )
     run(cluster.up(options, tenants), as_json=False)
@@ -462,7 +476,11 @@ def key_revoke(
 def adapter_add(
     name: Annotated[str, typer.Argument(help="Its name in the tenant's namespace.")],
     path: Annotated[
-        str, typer.Argument(help="A PEFT folder, or `store:PATH` for one inside the cluster's adapter store.")
+        str,
+        typer.Argument(
+            help="A PEFT folder; s3://BUCKET/PREFIX, https://HOST/PATH or hf://ORG/NAME[@REVISION], which a router "
+            "reads; or `store:PATH` inside the cluster's adapter store."
+        ),
     ],
     tenant: Tenant,
     as_json: Json = False,

@@ -357,6 +357,11 @@ class Adapters(AdapterLines[_Caller]):
         header = admin_pb2.AddAdapterHeader(tenant_id=tenant_id, name=name, store_path=store_path)
         return await self._add(header, None, None, timeout_s)
 
+    async def add_from_source(self, tenant_id: str, name: str, source: str, *, timeout_s: float = 300.0) -> AdapterInfo:
+        """source: s3://BUCKET/PREFIX, https://HOST/PATH, hf://ORG/NAME[@REVISION], which a router reads."""
+        header = admin_pb2.AddAdapterHeader(tenant_id=tenant_id, name=name, source=source)
+        return await self._add(header, None, None, timeout_s)
+
     async def list(self, tenant_id: str = "", *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[AdapterInfo, ...]:
         request = admin_pb2.ListAdaptersRequest(tenant_id=tenant_id)
         answer = await self._caller.call(_ADMIN["ListAdapters"], request, timeout_s=timeout_s)

@@ -180,6 +180,9 @@ class SyncAdapters:
     def add_from_store(self, tenant_id: str, name: str, store_path: str, *, timeout_s: float = 300.0) -> AdapterInfo:
         return self._thread.run(self._adapters.add_from_store(tenant_id, name, store_path, timeout_s=timeout_s))
 
+    def add_from_source(self, tenant_id: str, name: str, source: str, *, timeout_s: float = 300.0) -> AdapterInfo:
+        return self._thread.run(self._adapters.add_from_source(tenant_id, name, source, timeout_s=timeout_s))
+
     def list(self, tenant_id: str = "", *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[AdapterInfo, ...]:
         return self._thread.run(self._adapters.list(tenant_id, timeout_s=timeout_s))
 

@@ -75,6 +75,9 @@ class ClusterOptions:
     sequence_slots: int | None = None
     device_adapter_mb: int | None = None
     tensor_parallel: int = 1
+    adapter_store: str = ""  # s3://BUCKET/PREFIX; empty: a folder in `data`
+    adapter_store_access: str = ""
+    adapter_sources: str = ""
     drain_s: float | None = None
     threads: int | None = None  # torch's, a worker; None: three quarters of the cores, shared out
     worker_module: str = WORKER_MODULE
@@ -344,7 +347,9 @@ class LocalCluster:
             "device": devices[index % len(devices)],
             "dtype": options.dtype,
             "quantization": options.quantization,
-            "adapter-store": self.adapter_store,
+            "adapter-store": options.adapter_store or self.adapter_store,
+            "adapter-store-access": options.adapter_store_access,
+            "adapter-cache": self._data / "adapter-cache" if options.adapter_store else None,
             "kv-cache-mb": kv_cache_mb,
             "max-lora-rank": options.max_lora_rank,
             "sequence-slots": options.sequence_slots,
@@ -367,7 +372,9 @@ class LocalCluster:
             *self._common(listen, ready),
             f"--router-id=router-{index}",
             f"--model={self.options.model}",
-            f"--adapter-store={self.adapter_store}",
+            f"--adapter-store={self.options.adapter_store or self.adapter_store}",
+            *([f"--adapter-store-access={access}"] if (access := self.options.adapter_store_access) else []),
+            *([f"--adapter-sources={sources}"] if (sources := self.options.adapter_sources) else []),
             *([f"--generation-config={self.options.generation_config}"] if self.options.generation_config else []),
             *([f"--http-listen={http}"] if http else []),
             *([f"--operator-key-file={self.key_file}"] if index == 0 else []),

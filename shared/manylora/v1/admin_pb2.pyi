@@ -143,7 +143,7 @@ class AddAdapterRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[AddAdapterHeader, _Mapping]] = ..., chunk: _Optional[_Union[FileChunk, _Mapping]] = ...) -> None: ...
 
 class AddAdapterHeader(_message.Message):
-    __slots__ = ("tenant_id", "name", "store_path", "chat_template", "added_tokens", "only_new")
+    __slots__ = ("tenant_id", "name", "store_path", "chat_template", "added_tokens", "only_new", "source")
     class AddedTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -157,13 +157,15 @@ class AddAdapterHeader(_message.Message):
     CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     ADDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ONLY_NEW_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     tenant_id: str
     name: str
     store_path: str
     chat_template: str
     added_tokens: _containers.ScalarMap[str, int]
     only_new: bool
-    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., store_path: _Optional[str] = ..., chat_template: _Optional[str] = ..., added_tokens: _Optional[_Mapping[str, int]] = ..., only_new: _Optional[bool] = ...) -> None: ...
+    source: str
+    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., store_path: _Optional[str] = ..., chat_template: _Optional[str] = ..., added_tokens: _Optional[_Mapping[str, int]] = ..., only_new: _Optional[bool] = ..., source: _Optional[str] = ...) -> None: ...
 
 class FileChunk(_message.Message):
     __slots__ = ("file_name", "data")

@@ -11,10 +11,10 @@ from typing import Any
 from manylora_shared.errors import FieldViolation, InvalidRequest, shown
 
 TEMPLATE_NAME = "chat_template.jinja"
-_FILE_NAMES = (TEMPLATE_NAME, "tokenizer_config.json", "tokenizer.json", "added_tokens.json")
+FILE_NAMES = (TEMPLATE_NAME, "tokenizer_config.json", "tokenizer.json", "added_tokens.json")
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_TOKENS = 16_384
-_MAX_FILE_BYTES = 64 << 20
+MAX_FILE_BYTES = 64 << 20
 _MAX_TOLD = 3
 
 
@@ -26,7 +26,7 @@ class BroughtTokenizer:
 
 def brought_by(folder: Path, *, follows_links: bool) -> BroughtTokenizer:
     """Blocks. Raises InvalidRequest, naming the file."""
-    linked = [name for name in _FILE_NAMES if (folder / name).is_symlink()]
+    linked = [name for name in FILE_NAMES if (folder / name).is_symlink()]
     if linked and not follows_links:
         raise InvalidRequest.of(linked[0], "is a symbolic link; the store follows none")
     config = _object_of(folder / "tokenizer_config.json")
@@ -95,7 +95,7 @@ def _object_of(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(_text_of(path, _MAX_FILE_BYTES))
+        found = json.loads(_text_of(path, MAX_FILE_BYTES))
     except (ValueError, RecursionError) as e:
         raise InvalidRequest.of(path.name, "is not JSON") from e
     if not isinstance(found, dict):

@@ -25,7 +25,7 @@ def model_folder(model: str, env: Mapping[str, str] | None = None) -> Path:
     if folder.is_dir():
         return folder
     cache = hub_cache(environment() if env is None else env)
-    snapshot = _snapshot(cache, model) if _HUB_ID.fullmatch(model) else None
+    snapshot = _snapshot(cache, model, "main") if _HUB_ID.fullmatch(model) else None
     if snapshot is None:
         raise ModelNotFound(f"{model}: neither a folder nor a model in the local hub cache, {cache}")
     return snapshot
@@ -48,11 +48,16 @@ def hub_cache(env: Mapping[str, str]) -> Path:
     return Path(env.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface" / "hub"
 
 
-def _snapshot(cache: Path, hub_id: str) -> Path | None:
+def hub_snapshot(hub_id: str, revision: str, env: Mapping[str, str]) -> Path | None:
+    """revision: a branch, a tag or a commit. None: the local cache has none."""
+    return _snapshot(hub_cache(env), hub_id, revision)
+
+
+def _snapshot(cache: Path, hub_id: str, revision: str) -> Path | None:
     cached = cache / f"models--{hub_id.replace('/', '--')}"
     try:
-        commit = (cached / "refs" / "main").read_text().strip()
+        commit = (cached / "refs" / revision).read_text().strip()
     except FileNotFoundError:
-        return None
+        commit = revision
     folder = cached / "snapshots" / commit
     return folder if commit and folder.is_dir() else None

@@ -31,6 +31,7 @@ from manylora_shared.tenancy.identity import Principal, Scope
 from manylora_shared.transport.base import methods_of
 from manylora_shared.transport.places import Places
 
+from manylora_router.admin.sources import MAX_READS, Sources
 from manylora_router.links.channels import WorkerChannels
 from manylora_router.links.directory import Directory
 from manylora_router.text.service import TextService
@@ -38,7 +39,7 @@ from manylora_router.text.service import TextService
 _LOG = logging.getLogger(__name__)
 _VALIDATE_ADAPTER = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])["ValidateAdapter"]
 
-MAX_UPLOADS = 32  # of one router, at a time
+MAX_UPLOADS = MAX_READS  # of one router, at a time
 KEPT_UPLOADS = 8  # of these, for tenants that have none
 UPLOAD_IDLE_S = 60.0  # an upload that is waited for so long in all, beside the time that its bytes take, is given up
 SLOWEST_BYTES_PER_S = 64 * 1024
@@ -49,9 +50,10 @@ _VALIDATE_TIMEOUT_S = 300.0
 class AdapterIntake:
     def __init__(
         self,
+        files: AdapterFiles,
+        sources: Sources,
         *,
         directory: Directory,
-        files: AdapterFiles,
         text: TextService,
         channels: WorkerChannels,
         clock: WallClock,
@@ -59,6 +61,7 @@ class AdapterIntake:
     ) -> None:
         self._directory = directory
         self._files = files
+        self._sources = sources
         self._text = text
         self._channels = channels
         self._clock = clock
@@ -85,6 +88,10 @@ class AdapterIntake:
             raise PermissionDenied(
                 "header.store_path: only an operator's key takes adapters from the adapter store; upload the files"
             )
+        if header.source:
+            if header.store_path:
+                raise InvalidRequest.of("header.source", "goes not with header.store_path")
+            self._sources.rule_for(header.source, header.tenant_id, is_operator=caller.may(Scope.OPERATOR))
         wrong = [
             FieldViolation(f"header.{name}", problem)
             for name, value in (("tenant_id", header.tenant_id), ("name", header.name))
@@ -99,20 +106,30 @@ class AdapterIntake:
         return self._uploads.held(f"tenant {tenant_id} that add an adapter")
 
     async def take_in(
-        self, header: admin_pb2.AddAdapterHeader, requests: AsyncIterator[admin_pb2.AddAdapterRequest]
+        self,
+        header: admin_pb2.AddAdapterHeader,
+        requests: AsyncIterator[admin_pb2.AddAdapterRequest],
+        *,
+        is_operator: bool,
     ) -> AdapterRecord:
         """Brings the files into the adapter store, if a worker finds them good.
 
         Raises:
             InvalidRequest: with all that is wrong.
             DeadlineExceeded: the files come too slowly.
-            ServiceUnavailable: no worker answers.
+            ServiceUnavailable: no worker answers, or no source.
         """
         incoming = await self._files.begin()
         try:
             if header.store_path:
                 await self._no_chunks(requests)
                 await self._check(await self._files.import_from(incoming, header.store_path))
+            elif header.source:
+                await self._no_chunks(requests)
+                brought = await self._sources.bring(
+                    header.source, header.tenant_id, is_operator=is_operator, files=self._files, incoming=incoming
+                )
+                await self._check(brought)
             else:
                 await self._check(BroughtTokenizer(header.chat_template, header.added_tokens))
                 await self._receive(requests, incoming)
@@ -144,7 +161,7 @@ class AdapterIntake:
 
     async def _no_chunks(self, requests: AsyncIterator[admin_pb2.AddAdapterRequest]) -> None:
         if await self._next(requests) is not None:
-            raise InvalidRequest.of("chunk", "must not be sent with header.store_path")
+            raise InvalidRequest.of("chunk", "must not be sent with header.store_path or header.source")
 
     async def _next(
         self, requests: AsyncIterator[admin_pb2.AddAdapterRequest], within_s: float = UPLOAD_IDLE_S

@@ -283,12 +283,13 @@ class AdminServicer:
     async def add_adapter(
         self, requests: AsyncIterator[admin_pb2.AddAdapterRequest], call: ServerCall
     ) -> admin_pb2.AddAdapterResponse:
-        header = await self._intake.read_header(requests, self._caller(call))
+        caller = self._caller(call)
+        header = await self._intake.read_header(requests, caller)
         with self._intake.place(header.tenant_id):  # first: what is refused costs etcd nothing
             await self._stored_tenant(header.tenant_id)
             if header.only_new:
                 await self._versions.refuse_known(header.tenant_id, header.name)
-            record = await self._intake.take_in(header, requests)
+            record = await self._intake.take_in(header, requests, is_operator=caller.may(Scope.OPERATOR))
         added = await self._versions.register(record, only_new=header.only_new)
         return admin_pb2.AddAdapterResponse(adapter=adapter_info(added))
 

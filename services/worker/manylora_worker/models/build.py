@@ -16,6 +16,9 @@ import torch
 from manylora_shared.errors import ManyloraError
 from manylora_shared.ids import AdapterUid
 from manylora_shared.process.cores import num_cores
+from manylora_shared.stores.access import access_of
+from manylora_shared.stores.bucket import Bucket, is_bucket
+from manylora_shared.stores.disk_cache import DiskCache
 from manylora_shared.stores.model_files import model_folder
 
 from manylora_worker.config import AUTO_DEVICE, WorkerConfig
@@ -42,6 +45,7 @@ from manylora_worker.weights.layout import Layout, elements_of
 from manylora_worker.weights.reader import AdapterReader, LocalReader
 from manylora_worker.weights.reader_pool import ReaderProcesses
 from manylora_worker.weights.source import AdapterBase, AdapterLimits
+from manylora_worker.weights.store import AdapterStore, BucketStore, FolderStore
 
 if TYPE_CHECKING:
     from manylora_worker.models.cuda.runner import DeviceModelRunner
@@ -54,6 +58,7 @@ DEFAULT_KV_CACHE_MB = 512
 GIB = 1 << 30
 _MARGIN_DIVISOR = 50  # of the device's memory: nobody plans with it
 _MAX_READERS = 8
+_FETCHERS = 8  # from a bucket; as many loads as may be under way
 _OTHER_CORES = 2  # for the engine's thread and the event loop
 _STACKED_ADAPTER_BYTES = 256 * MIB  # see LoraPlanner
 
@@ -124,11 +129,13 @@ def build_rank(config: WorkerConfig, group: RankGroup | None, notify: Callable[[
     runner = device_runner or _reference_runner(loaded, weights, config)
     base = loaded.adapter_base(config.model_aliases)
     reader = _reader(base, config, is_gpu=is_gpu)
+    store = _store(config)
     backend = TorchAdapterBackend(
-        config.adapter_store / "objects",
+        store,
         reader,
         runner,
         host_threads=_num_readers() if is_gpu else 1,
+        fetchers=_FETCHERS if store.is_far else 0,
         notify=notify,
     )
     if device_runner is not None:
@@ -146,7 +153,7 @@ def build_rank(config: WorkerConfig, group: RankGroup | None, notify: Callable[[
         sampling_defaults=sampling_defaults(model_folder(config.model)),
     )
     validator = ThreadValidator(
-        config.adapter_store,
+        store,
         lambda folder: _report(reader.check(folder), base),
         backend.lends,
         lambda folder, uid: _largest_update(reader, base, folder, uid),
@@ -155,6 +162,17 @@ def build_rank(config: WorkerConfig, group: RankGroup | None, notify: Callable[[
     if group is None or group.rank == 0:
         constraints = ConstraintCompiler(lambda: read_vocabulary(config.model, spec), notify)
     return EngineParts(runner, backend, model, validator, constraints)
+
+
+def _store(config: WorkerConfig) -> AdapterStore:
+    """Raises ModelRefused where there can be none."""
+    if not is_bucket(str(config.adapter_store)):
+        return FolderStore(Path(config.adapter_store))
+    try:
+        bucket = Bucket(config.adapter_store, access_of(config.adapter_store_access))
+        return BucketStore(bucket, DiskCache(config.adapter_cache, config.adapter_cache_mb * MIB))
+    except (ValueError, OSError) as error:
+        raise ModelRefused(f"--adapter-store {config.adapter_store}: {error}") from error
 
 
 def _reader(base: AdapterBase, config: WorkerConfig, *, is_gpu: bool) -> AdapterReader:

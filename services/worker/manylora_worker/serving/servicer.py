@@ -207,7 +207,7 @@ class WorkerServicer:
             raise InvalidRequest.of("adapter_uid", "must be a sha256 in hex")
         if self._is_draining:
             raise ServiceUnavailable(f"worker {self._worker_id} is draining")
-        report = await self._validator.validate(message.path)
+        report = await self._validator.validate(message.path, AdapterUid(message.adapter_uid))
         found = list(report.problems)
         if not found:
             tried = await self._trial.problem(

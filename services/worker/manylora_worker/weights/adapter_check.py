@@ -11,7 +11,8 @@ from typing import Any, Protocol, TypeVar
 
 from manylora_shared.errors import FieldViolation, InvalidRequest
 from manylora_shared.ids import AdapterUid
-from manylora_shared.stores.adapter_files import resolve_inside
+
+from manylora_worker.weights.store import AdapterStore
 
 MAX_CHECKS = 2  # at the same time; the others wait
 T = TypeVar("T")
@@ -26,7 +27,7 @@ class AdapterReport:
 
 
 class AdapterValidator(Protocol):
-    async def validate(self, path: str) -> AdapterReport:
+    async def validate(self, path: str, uid: AdapterUid) -> AdapterReport:
         """path: relative to the adapter store's root; InvalidRequest where it names no folder inside."""
 
     def lends(self, path: str, uid: AdapterUid) -> AbstractContextManager[None]:
@@ -36,7 +37,7 @@ class AdapterValidator(Protocol):
         """Which module's, and how large, for people to read."""
 
 
-Lends = Callable[[AdapterUid, Path], AbstractContextManager[None]]
+Lends = Callable[[AdapterUid, str], AbstractContextManager[None]]
 
 
 class ThreadValidator:
@@ -45,27 +46,27 @@ class ThreadValidator:
 
     def __init__(
         self,
-        root: Path,
+        store: AdapterStore,
         check: Callable[[Path], AdapterReport],
         lends: Lends,
         largest_update: Callable[[Path, AdapterUid], str],
     ) -> None:
         """`check` raises InvalidRequest with all problems."""
-        self._root = root
+        self._store = store
         self._check = check
         self._lends = lends
         self._largest_update = largest_update
         self._turns = asyncio.Semaphore(MAX_CHECKS)
 
-    async def validate(self, path: str) -> AdapterReport:
-        return await self._in_turn(self._validate, path)
+    async def validate(self, path: str, uid: AdapterUid) -> AdapterReport:
+        return await self._in_turn(self._validate, path, uid)
 
     def lends(self, path: str, uid: AdapterUid) -> AbstractContextManager[None]:
-        return self._lends(uid, resolve_inside(self._root, path, field="path"))
+        self._store.check_path(path)
+        return self._lends(uid, path)
 
     async def largest_update(self, path: str, uid: AdapterUid) -> str:
-        folder = resolve_inside(self._root, path, field="path")
-        return await self._in_turn(self._largest_update, folder, uid)
+        return await self._in_turn(self._measure, path, uid)
 
     async def _in_turn(self, work: Callable[..., T], *arguments: object) -> T:
         await self._turns.acquire()
@@ -78,11 +79,15 @@ class ThreadValidator:
         if not running.cancelled():
             running.exception()  # whoever asked may be gone
 
-    def _validate(self, path: str) -> AdapterReport:
-        folder = resolve_inside(self._root, path, field="path")
+    def _validate(self, path: str, uid: AdapterUid) -> AdapterReport:
         try:
-            return self._check(folder)
+            with self._store.staged(path, uid) as folder:
+                return self._check(folder)
         except InvalidRequest as invalid:
-            if not invalid.violations:
+            if not invalid.violations or invalid.violations[0].field == "path":
                 raise
             return AdapterReport(problems=invalid.violations)
+
+    def _measure(self, path: str, uid: AdapterUid) -> str:
+        with self._store.staged(path, uid) as folder:
+            return self._largest_update(folder, uid)

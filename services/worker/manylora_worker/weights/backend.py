@@ -12,16 +12,16 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
-from manylora_shared.errors import ManyloraError
+from manylora_shared.errors import InvalidRequest, ManyloraError
 from manylora_shared.ids import AdapterUid
 
 from manylora_worker.kinds.api import AdapterEvent, AdapterTier
 from manylora_worker.weights.layout import HostAdapter
 from manylora_worker.weights.reader import AdapterReader
+from manylora_worker.weights.store import AdapterStore
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,73 +47,79 @@ class _Job:
     uid: AdapterUid
     tier: AdapterTier
     adapter: HostAdapter | None = None
-    lent: Path | None = None
+    lent: str | None = None
+
+
+_Work = tuple[queue.SimpleQueue[_Job | None], Callable[[_Job], AdapterEvent | None], str]
 
 
 class TorchAdapterBackend:
     """See api.AdapterBackend. Called by the engine thread.
 
     Args:
-        objects: one folder an adapter, named by uid.
+        fetchers: threads that bring adapters to this machine, where the store is far.
         notify: called by the threads after each event; must not block.
     """
 
     def __init__(
         self,
-        objects: Path,
+        store: AdapterStore,
         reader: AdapterReader,
         target: AdapterTarget,
         *,
         host_threads: int = 1,
+        fetchers: int = 0,
         notify: Callable[[], None] = lambda: None,
     ) -> None:
-        self._objects = objects
+        self._store = store
         self._reader = reader
         self._target = target
         self._notify = notify
-        self._lent: dict[AdapterUid, tuple[Path, ...]] = {}
+        self._lent: dict[AdapterUid, tuple[str, ...]] = {}
         self._lending = threading.Lock()
         self._host: dict[AdapterUid, HostAdapter] = {}
         self._jobs: dict[AdapterTier, queue.SimpleQueue[_Job | None]] = {
             AdapterTier.HOST: queue.SimpleQueue(),
             AdapterTier.DEVICE: queue.SimpleQueue(),
         }
+        self._fetches: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[AdapterEvent] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._failure: BaseException | None = None
         # copies have a thread of their own: none waits for a file
         tiers = [AdapterTier.DEVICE, *(AdapterTier.HOST for _ in range(host_threads))]
+        work: list[_Work] = [(self._jobs[tier], self._load, f"to-{tier.name.lower()}") for tier in tiers]
+        work += [(self._fetches, self._fetch, "to-disk")] * fetchers
         self._threads = [
-            (
-                tier,
-                threading.Thread(target=self._run, args=(tier,), name=f"to-{tier.name.lower()}", daemon=True),
-            )
-            for tier in tiers
+            (jobs, threading.Thread(target=self._run, args=(jobs, do), name=name, daemon=True))
+            for jobs, do, name in work
         ]
         for _, thread in self._threads:
             thread.start()
 
     @contextlib.contextmanager
-    def lends(self, uid: AdapterUid, folder: Path) -> Iterator[None]:
-        """From any thread. Meanwhile loads find the adapter in `folder`, unless `objects` has it."""
+    def lends(self, uid: AdapterUid, path: str) -> Iterator[None]:
+        """From any thread. Meanwhile loads find the adapter at `path` of the store, unless it is an object there."""
         with self._lending:
-            self._lent[uid] = (*self._lent.get(uid, ()), folder)
+            self._lent[uid] = (*self._lent.get(uid, ()), path)
         try:
             yield
         finally:
             with self._lending:
                 left = list(self._lent.pop(uid))
-                left.remove(folder)
+                left.remove(path)
                 if left:
                     self._lent[uid] = tuple(left)
 
-    def lent(self, uid: AdapterUid) -> Path | None:
+    def lent(self, uid: AdapterUid) -> str | None:
         lent = self._lent.get(uid)
         return lent[0] if lent else None
 
-    def start_host_load(self, uid: AdapterUid, lent: Path | None = None) -> None:
+    def start_host_load(self, uid: AdapterUid, lent: str | None = None) -> None:
         """lent: to another rank, as if to this one."""
-        self._jobs[AdapterTier.HOST].put(_Job(uid, AdapterTier.HOST, lent=lent))
+        job = _Job(uid, AdapterTier.HOST, lent=lent)
+        # what is here already does not wait behind what comes over a network
+        (self._jobs[AdapterTier.HOST] if self._store.has(uid) else self._fetches).put(job)
 
     def start_device_load(self, uid: AdapterUid) -> None:
         adapter = self._host.get(uid)
@@ -151,44 +157,57 @@ class TorchAdapterBackend:
     def close(self) -> None:
         if not self._closing.is_set():
             self._closing.set()
-            for tier, _ in self._threads:
-                self._jobs[tier].put(None)
+            for jobs, _ in self._threads:
+                jobs.put(None)
             for _, thread in self._threads:
                 thread.join()
             self._reader.close()
 
-    def _run(self, tier: AdapterTier) -> None:
+    def _run(self, jobs: queue.SimpleQueue[_Job | None], do: Callable[[_Job], AdapterEvent | None]) -> None:
         try:
-            self._serve(self._jobs[tier])
+            self._serve(jobs, do)
         except BaseException as error:
             self._failure = error
             self._notify()
             raise
 
-    def _serve(self, jobs: queue.SimpleQueue[_Job | None]) -> None:
+    def _serve(self, jobs: queue.SimpleQueue[_Job | None], do: Callable[[_Job], AdapterEvent | None]) -> None:
         # A load takes its time and leaves the step its cores. No lower priority: a thread put aside while it holds the
         # interpreter's lock stops the engine.
         torch.set_num_threads(1)
         while (job := jobs.get()) is not None and not self._closing.is_set():
-            self._events.put(self._load(job))
-            self._notify()
+            try:
+                event = do(job)
+            except (ManyloraError, OSError, RuntimeError, ValueError, MemoryError) as error:
+                _LOG.warning("adapter %s did not load: %s", job.uid, error)
+                event = AdapterEvent(job.uid, job.tier, error=str(error))
+            if event is not None:
+                self._events.put(event)
+                self._notify()
+
+    def _fetch(self, job: _Job) -> None:
+        self._store.fetch(job.uid, job.lent or self.lent(job.uid))
+        self._jobs[AdapterTier.HOST].put(job)
 
     def _load(self, job: _Job) -> AdapterEvent:
+        if job.tier is AdapterTier.HOST:
+            adapter = self._read(job)
+            # The greater of what it takes here and there: one number counts against both budgets.
+            try:
+                size_bytes = max(adapter.size_bytes, self._target.adapter_bytes(adapter))
+            except ValueError:
+                self._reader.free(adapter)
+                raise
+            self._host[job.uid] = adapter
+            return AdapterEvent(job.uid, AdapterTier.HOST, size_bytes)
+        assert job.adapter is not None
+        self._target.fill_adapter(job.adapter)
+        return AdapterEvent(job.uid, AdapterTier.DEVICE)
+
+    def _read(self, job: _Job) -> HostAdapter:
         try:
-            if job.tier is AdapterTier.HOST:
-                stored, lent = self._objects / job.uid, job.lent or self.lent(job.uid)
-                adapter = self._reader.read(stored if lent is None or stored.is_dir() else lent, job.uid)
-                # The greater of what it takes here and there: one number counts against both budgets.
-                try:
-                    size_bytes = max(adapter.size_bytes, self._target.adapter_bytes(adapter))
-                except ValueError:
-                    self._reader.free(adapter)
-                    raise
-                self._host[job.uid] = adapter
-                return AdapterEvent(job.uid, AdapterTier.HOST, size_bytes)
-            assert job.adapter is not None
-            self._target.fill_adapter(job.adapter)
-            return AdapterEvent(job.uid, AdapterTier.DEVICE)
-        except (ManyloraError, OSError, RuntimeError, ValueError, MemoryError) as error:
-            _LOG.warning("adapter %s did not load: %s", job.uid, error)
-            return AdapterEvent(job.uid, job.tier, error=str(error))
+            with self._store.held(job.uid, job.lent or self.lent(job.uid)) as folder:
+                return self._reader.read(folder, job.uid)
+        except InvalidRequest:
+            self._store.drop(job.uid)
+            raise

@@ -14,7 +14,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -99,7 +98,7 @@ class _Follower:
         """Later steps may use the blocks."""
         self._copies.pop(number).go_before_steps()
 
-    def _do_start_host_load(self, uid: AdapterUid, lent: Path | None) -> None:
+    def _do_start_host_load(self, uid: AdapterUid, lent: str | None) -> None:
         self._backend.start_host_load(uid, lent)
 
     def _do_start_device_load(self, uid: AdapterUid) -> None:

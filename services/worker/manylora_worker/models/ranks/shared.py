@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from manylora_shared.ids import AdapterUid
@@ -52,8 +51,8 @@ class OwnAheadRunner(OwnRunner, Protocol):
 
 
 class OwnBackend(AdapterBackend, Protocol):
-    def lent(self, uid: AdapterUid) -> Path | None:
-        """A folder that it has been lent for this adapter, of which the other ranks have not heard."""
+    def lent(self, uid: AdapterUid) -> str | None:
+        """Where in the store it has been lent for this adapter, of which the other ranks have not heard."""
 
 
 def share(own: ModelRunner, followers: Followers) -> SharedRunner:

@@ -15,6 +15,7 @@ from manylora_router.front.http.fields import Fields
 
 _NAMES = {
     "header.name": "lora_name",
+    "header.source": "lora_path",
     "header.store_path": "lora_path",
     "header.tenant_id": "x-tenant-id",
     "tenant_id": "x-tenant-id",
@@ -38,7 +39,7 @@ class _Call:
 
 
 async def load(exchange: Exchange, door: Door) -> None:
-    """The path is one in the adapter store, which operators' keys may name."""
+    """The path is a source's address, or one in the adapter store, which operators' keys may name."""
     fields = await door.read(exchange)
     name, path = _required(fields, "lora_name"), _required(fields, "lora_path")
     fields.only("load_inplace", False)
@@ -48,7 +49,9 @@ async def load(exchange: Exchange, door: Door) -> None:
     fields.check()
     exchange.names = _NAMES
     caller = asked.caller_of(exchange.headers)
-    header = admin_pb2.AddAdapterHeader(tenant_id=caller.tenant, name=name, store_path=path, only_new=True)
+    where = "source" if "://" in path else "store_path"
+    header = admin_pb2.AddAdapterHeader(tenant_id=caller.tenant, name=name, only_new=True)
+    setattr(header, where, path)
 
     async def requests() -> AsyncIterator[admin_pb2.AddAdapterRequest]:
         yield admin_pb2.AddAdapterRequest(header=header)
