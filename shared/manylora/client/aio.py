@@ -6,7 +6,7 @@ import asyncio
 import collections
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
@@ -41,7 +41,7 @@ from manylora.client.cluster import (
     VerifiedAdapter,
 )
 from manylora.client.credentials import find_ca, find_key, trusting
-from manylora.client.folder import AdapterFolder
+from manylora.client.folder import AdapterFolder, upload_parts
 from manylora.client.messages import (
     adapter_from,
     change_from,
@@ -354,13 +354,15 @@ class Adapters(AdapterLines[_Caller]):
         self, tenant_id: str, name: str, store_path: str, *, timeout_s: float = 300.0
     ) -> AdapterInfo:
         """store_path: a folder in the cluster's adapter store already, relative to its root."""
-        header = admin_pb2.AddAdapterHeader(tenant_id=tenant_id, name=name, store_path=store_path)
-        return await self._add(header, None, None, timeout_s)
+        return await self._add(
+            admin_pb2.AddAdapterHeader(tenant_id=tenant_id, name=name, store_path=store_path), None, None, timeout_s
+        )
 
     async def add_from_source(self, tenant_id: str, name: str, source: str, *, timeout_s: float = 300.0) -> AdapterInfo:
         """source: s3://BUCKET/PREFIX, https://HOST/PATH, hf://ORG/NAME[@REVISION], which a router reads."""
-        header = admin_pb2.AddAdapterHeader(tenant_id=tenant_id, name=name, source=source)
-        return await self._add(header, None, None, timeout_s)
+        return await self._add(
+            admin_pb2.AddAdapterHeader(tenant_id=tenant_id, name=name, source=source), None, None, timeout_s
+        )
 
     async def list(self, tenant_id: str = "", *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[AdapterInfo, ...]:
         request = admin_pb2.ListAdaptersRequest(tenant_id=tenant_id)
@@ -396,7 +398,7 @@ class Adapters(AdapterLines[_Caller]):
         self._caller.check_open()
         stream = self._caller.stream(_ADMIN["AddAdapter"], timeout_s=timeout_s)
         try:
-            for message, sent_bytes in _parts(header, folder):
+            for message, sent_bytes in upload_parts(header, folder):
                 await stream.write(message)
                 if on_progress is not None and folder is not None:
                     on_progress(sent_bytes, folder.size_bytes)
@@ -590,14 +592,3 @@ def _printable(sent: dict[str, str]) -> dict[str, str]:
     ]
     refuse(violations)
     return sent
-
-
-def _parts(
-    header: admin_pb2.AddAdapterHeader, folder: AdapterFolder | None
-) -> Iterator[tuple[admin_pb2.AddAdapterRequest, int]]:
-    # the messages of an upload, each with the file bytes sent once it is through
-    yield admin_pb2.AddAdapterRequest(header=header), 0
-    sent_bytes = 0
-    for name, data in folder.chunks() if folder is not None else ():
-        sent_bytes += len(data)
-        yield admin_pb2.AddAdapterRequest(chunk=admin_pb2.FileChunk(file_name=name, data=data)), sent_bytes

@@ -12,6 +12,7 @@ from manylora_shared.stores.adapter_files import FILE_NAMES, MAX_CHUNK_BYTES, op
 from manylora_shared.stores.adapter_tokenizer import BroughtTokenizer, brought_by
 
 from manylora.client.answers import RequestFailed
+from manylora.v1 import admin_pb2
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,17 @@ class AdapterFolder:
                 yield name, data
                 while data := file.read(MAX_CHUNK_BYTES):
                     yield name, data
+
+
+def upload_parts(
+    header: admin_pb2.AddAdapterHeader, folder: AdapterFolder | None
+) -> Iterator[tuple[admin_pb2.AddAdapterRequest, int]]:
+    """The messages of an upload, each with the file bytes sent once it is through."""
+    yield admin_pb2.AddAdapterRequest(header=header), 0
+    sent_bytes = 0
+    for name, data in folder.chunks() if folder is not None else ():
+        sent_bytes += len(data)
+        yield admin_pb2.AddAdapterRequest(chunk=admin_pb2.FileChunk(file_name=name, data=data)), sent_bytes
 
 
 def _refusal(violations: list[FieldViolation]) -> RequestFailed:
