@@ -12,7 +12,7 @@
 # |   |-- QuotaExceeded             the tenant's; no retry hint where it can never fit
 # |   |-- CircuitOpen               its tenant's or adapter's requests have kept failing
 # |   |-- Quarantined               the same prompt was there at every failure of workers
-# |   |-- Unauthenticated           missing, unknown and revoked keys answer alike
+# |   |-- Unauthenticated           missing and unknown keys answer alike
 # |   `-- PermissionDenied          a valid key, of which this call needs more
 # `-- Interrupted                   after it was queued
 #     |-- WorkerLost

@@ -1,4 +1,4 @@
-"""Wall-clock time that stands still, for tests."""
+"""Wall-clock time that stands still until it is told, for tests."""
 
 from __future__ import annotations
 
@@ -9,3 +9,6 @@ class FakeClock:
 
     def now_unix_s(self) -> float:
         return self._unix_s
+
+    def advance(self, seconds: float) -> None:
+        self._unix_s += seconds

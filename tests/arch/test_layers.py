@@ -88,6 +88,7 @@ DISTRIBUTIONS = {
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
     "grpc_reflection": "grpcio-reflection",
+    "jwt": "pyjwt",
     "huggingface_hub": "huggingface-hub",
     "opentelemetry": "opentelemetry-sdk",
     "prometheus_client": "prometheus-client",

@@ -69,6 +69,7 @@ class FakeRouter:
                     "CreateKey": self.create_key,
                     "ListKeys": self.list_keys,
                     "RevokeKey": self.revoke_key,
+                    "RotateKey": self.rotate_key,
                     "LiftQuarantine": self.lift_quarantine,
                     "GetStatus": self.get_status,
                 },
@@ -240,6 +241,12 @@ class FakeRouter:
     async def list_keys(self, request: admin_pb2.ListKeysRequest, call: ServerCall) -> admin_pb2.ListKeysResponse:
         found = [info for info in self.keys.values() if request.tenant_id in ("", info.tenant_id)]
         return admin_pb2.ListKeysResponse(keys=found)
+
+    async def rotate_key(self, request: admin_pb2.RotateKeyRequest, call: ServerCall) -> admin_pb2.RotateKeyResponse:
+        replaced = self.keys[request.key_id]
+        replaced.expires_unix_s = request.overlap_s
+        info = admin_pb2.KeyInfo(key_id="f" * 16, tenant_id=replaced.tenant_id, expires_unix_s=request.lifetime_s)
+        return admin_pb2.RotateKeyResponse(key=f"mlk-{'f' * 16}-{'5' * 64}", info=info, replaced=replaced)
 
     async def revoke_key(self, request: admin_pb2.RevokeKeyRequest, call: ServerCall) -> admin_pb2.RevokeKeyResponse:
         if request.key_id not in self.keys:

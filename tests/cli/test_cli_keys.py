@@ -28,6 +28,12 @@ async def test_keys(manylora: Manylora, router: FakeRouter) -> None:
     assert [(k["key_id"], k["revoked_unix_s"]) for k in out.json["keys"]] == [("0" * 16, 2.0)]
     out = await manylora("key", "revoke", "nosuch", "--json")
     assert (out.exit_code, out.json["error"]["code"]) == (1, "NOT_FOUND")
+    out = await manylora("key", "rotate", "0" * 16, "--overlap", "2h", "--expires", "90d", "--json")
+    assert (out.json["expires_unix_s"], out.json["replaced"]["expires_unix_s"]) == (90 * 86400, 7200)
+    out = await manylora("key", "rotate", "0" * 16)
+    assert out.stdout == f"mlk-{'f' * 16}-{'5' * 64}\n"
+    assert f"takes the place of {'0' * 16}, which ends 1970-01-02" in out.stderr
+    assert (await manylora("key", "create", "--tenant", "acme", "--expires", "soon")).exit_code == 2
     assert (await manylora("key", "create")).exit_code == 2
     assert (await manylora("key", "create", "--scope", "root")).exit_code == 2
 

@@ -450,6 +450,7 @@ class RouterCluster:
         self.telemetry = Telemetry.recording("router")
         self.scheduler = FakeScheduler()
         self.workers = [FakeWorker(f"worker-{i}", script or say("hello world")) for i in range(2)]
+        self.clock = FakeClock()
         self.app = RouterApp(
             RouterConfig(adapter_store="unused", router_id="router-0", default_max_tokens=32),
             transport=self.network.transport("router"),
@@ -459,7 +460,7 @@ class RouterCluster:
             telemetry=self.telemetry,
             rng=random.Random(seed),
             peer_secret=SIMULATED,
-            clock=FakeClock(),
+            clock=self.clock,
         )
         self.key_rng = random.Random(f"{seed}/keys")
         self._client: KeyedChannel | None = None

@@ -7,20 +7,21 @@ import random
 import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from manylora.v1 import inference_pb2
 from manylora_router.front.gate import MAX_REQUEST_BYTES, Bounds, Gate
 from manylora_router.front.grpc import tenant_of
 from manylora_router.front.pace import Pace
-from manylora_router.links.directory import Directory
+from manylora_router.links.callers import Callers
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.tenancy.identity import NewKey, bearer, new_key
 from manylora_shared.transport import handling
 from manylora_shared.transport.base import Channel, Service, Stream, methods_of
 from manylora_shared.transport.grpc_transport import GrpcTransport
 from manylora_shared.transport.places import Places
+from manylora_sim.clock import FakeClock
 from router_fakes import until
 
 DESCRIPTOR = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
@@ -47,10 +48,10 @@ class Router:
 
     def service(self) -> Service:
         records = {key.record.key_id: key.record for key in self.keys.values()}
-        directory = cast(Directory, _Keys(records))
+        callers = Callers(records.get, FakeClock())
         bounds = Bounds(self.places, self.slow)
         gate = Gate(
-            directory, bounds, tenant_of=tenant_of, max_message_bytes=MAX_REQUEST_BYTES, pace=Pace(self.bytes_per_s)
+            callers, bounds, tenant_of=tenant_of, max_message_bytes=MAX_REQUEST_BYTES, pace=Pace(self.bytes_per_s)
         )
         return Service(DESCRIPTOR, {"Generate": self.generate, "ListModels": self.list_models}, gate=gate)
 
@@ -63,11 +64,6 @@ class Router:
 
     def credentials(self, tenant: str) -> dict[str, str]:
         return bearer(self.keys[tenant].key)
-
-
-class _Keys:
-    def __init__(self, records: dict[str, Any]) -> None:
-        self.key_of = records.get
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ import pytest
 from manylora_router.admin import operator_key
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import KeyRecord
-from manylora_shared.tenancy.identity import authenticate, bearer, split_key
+from manylora_shared.tenancy.identity import authenticate, split_key
 from router_fakes import (
     RouterCluster,
 )
@@ -31,7 +31,7 @@ def test_the_operators_key_file(tmp_path: Any) -> None:
 
     async def test(cluster: RouterCluster) -> None:
         key = await ensure(cluster)
-        assert authenticate(bearer(key), (await stored(cluster)).get).tenant_id is None
+        assert authenticate(key, (await stored(cluster)).get, now_unix_s=0.0).tenant_id is None
         assert await ensure(cluster) == key
         key_id, _ = split_key(key) or ("", "")
         # A store that has lost it gets it back; one that has revoked it gets another.
@@ -42,7 +42,7 @@ def test_the_operators_key_file(tmp_path: Any) -> None:
         other = await ensure(cluster)
         assert other != key
         assert (await stored(cluster))[key_id].revoked_unix_s == 3.0
-        authenticate(bearer(other), (await stored(cluster)).get)
+        authenticate(other, (await stored(cluster)).get, now_unix_s=0.0)
         other_id, _ = split_key(other) or ("", "")
         await cluster.store.put(keys.api_key(other_id), b'{"key_id": [7]}')
         assert await ensure(cluster) not in (key, other)

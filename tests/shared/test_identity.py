@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,17 @@ from manylora_shared.coordination.records import KeyRecord
 from manylora_shared.errors import Code, InvalidRequest, PermissionDenied, Unauthenticated
 from manylora_shared.ids import TenantId
 from manylora_shared.tenancy import identity
-from manylora_shared.tenancy.identity import Principal, Scope, authenticate, bearer, is_key, new_key, split_key
+from manylora_shared.tenancy.identity import (
+    Principal,
+    Scope,
+    authenticate,
+    bearer,
+    bearer_of,
+    host_of,
+    is_key,
+    new_key,
+    split_key,
+)
 
 RNG = random.Random(3)
 MADE = new_key(RNG.getrandbits, tenant_id="acme", scopes=["generate"], name="ci", now_unix_s=5.0)
@@ -20,11 +31,18 @@ OTHER = new_key(RNG.getrandbits, tenant_id="other", scopes=["admin", "generate"]
 RECORDS = {made.record.key_id: made.record for made in (MADE, OTHER)}
 
 
+def known(
+    metadata: dict[str, str],
+    record_of: Callable[[str], KeyRecord | None] = RECORDS.get,
+    now_unix_s: float = 10.0,
+    host: str | None = None,
+) -> Principal:
+    return authenticate(bearer_of(metadata.get("authorization", "")), record_of, now_unix_s=now_unix_s, host=host)
+
+
 def test_a_key_is_its_records_alone() -> None:
-    assert authenticate(bearer(MADE.key), RECORDS.get) == Principal(
-        MADE.record.key_id, TenantId("acme"), (Scope.GENERATE,)
-    )
-    assert authenticate({"authorization": f"bearer  {OTHER.key} "}, RECORDS.get).tenant_id == "other"
+    assert known(bearer(MADE.key)) == Principal(MADE.record.key_id, TenantId("acme"), (Scope.GENERATE,))
+    assert known({"authorization": f"bearer  {OTHER.key} "}).tenant_id == "other"
     assert is_key(MADE.key, MADE.record)
     assert not is_key(MADE.key, OTHER.record)
     assert not is_key("mlk", MADE.record)
@@ -40,9 +58,14 @@ def test_the_record_holds_neither_key_nor_secret() -> None:
     assert KeyRecord.from_json(text.encode()) == MADE.record
 
 
-def refusal(metadata: dict[str, str], records: dict[str, KeyRecord] = RECORDS) -> tuple[Code, str]:
+def refusal(
+    metadata: dict[str, str],
+    records: dict[str, KeyRecord] = RECORDS,
+    now_unix_s: float = 10.0,
+    host: str | None = None,
+) -> tuple[Code, str]:
     with pytest.raises(Unauthenticated) as error:
-        authenticate(metadata, records.get)
+        known(metadata, records.get, now_unix_s, host)
     assert not error.value.violations
     return error.value.code, error.value.message
 
@@ -50,7 +73,6 @@ def refusal(metadata: dict[str, str], records: dict[str, KeyRecord] = RECORDS) -
 def test_every_wrong_key_is_answered_in_the_same_words() -> None:
     key_id, secret = split_key(MADE.key) or ("", "")
     _, other_secret = split_key(OTHER.key) or ("", "")
-    revoked = {key_id: dataclasses.replace(MADE.record, revoked_unix_s=9.0)}
     moved = {key_id: dataclasses.replace(OTHER.record, key_id=key_id)}
     answers = {
         refusal({}),
@@ -64,7 +86,6 @@ def test_every_wrong_key_is_answered_in_the_same_words() -> None:
         refusal(bearer(f"mlk-{'f' * 16}-{secret}")),
         refusal(bearer(MADE.key + "0")),
         refusal(bearer(MADE.key), {}),
-        refusal(bearer(MADE.key), revoked),
         refusal(bearer(OTHER.key.replace(OTHER.record.key_id, key_id)), moved),
         refusal(bearer(f"mlk-{'0' * 16}-{'0' * 64}")),
     }
@@ -94,7 +115,7 @@ def test_every_wrong_key_costs_the_same_work(monkeypatch: pytest.MonkeyPatch) ->
             return RECORDS.get(key_id)
 
         with pytest.raises(Unauthenticated):
-            authenticate(metadata, look_up)
+            known(metadata, look_up)
         assert (work, len(looked_up)) == (["hash", "compare"], 1)
 
 
@@ -156,4 +177,65 @@ def test_whom_a_call_may_be_about() -> None:
 
 def test_scopes_of_a_later_version_are_no_scopes_here() -> None:
     record = dataclasses.replace(MADE.record, scopes=("audit", "generate"))
-    assert authenticate(bearer(MADE.key), {record.key_id: record}.get).scopes == (Scope.GENERATE,)
+    assert known(bearer(MADE.key), {record.key_id: record}.get).scopes == (Scope.GENERATE,)
+
+
+def test_the_owner_is_told_what_is_wrong_and_nobody_else() -> None:
+    made = new_key(
+        RNG.getrandbits,
+        tenant_id="acme",
+        scopes=["generate"],
+        name="",
+        now_unix_s=5.0,
+        lifetime_s=60.0,
+        networks=["10.0.0.0/8", "2001:db8::/32"],
+    )
+    key_id, _ = split_key(made.key) or ("", "")
+    records = {key_id: made.record}
+    wrong = bearer(f"mlk-{key_id}-{'0' * 64}")
+    stranger = refusal(wrong, {})
+    for host in ("10.9.9.9", "2001:db8::7", None):
+        assert known(bearer(made.key), records.get, 64.9, host).tenant_id == "acme"
+    for host in ("11.0.0.1", "::1", "nowhere"):
+        with pytest.raises(PermissionDenied, match=f"this key may not be used from {host}"):
+            known(bearer(made.key), records.get, 64.9, host)
+        assert refusal(wrong, records, host=host) == stranger
+    assert "this key expired 1 s ago" in refusal(bearer(made.key), records, 66.0)[1]
+    assert refusal(wrong, records, 66.0) == stranger
+    revoked = {key_id: dataclasses.replace(made.record, revoked_unix_s=9.0)}
+    assert refusal(bearer(made.key), revoked)[1] == "this key was revoked"
+    assert refusal(wrong, revoked) == stranger
+
+
+@pytest.mark.parametrize(
+    ("peer", "host"),
+    [
+        ("ipv4:10.0.0.1:80", "10.0.0.1"),
+        ("ipv6:%5B2001:db8::1%5D:80", "2001:db8::1"),
+        ("ipv6:[::ffff:10.0.0.1]:80", "10.0.0.1"),
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+        ("10.0.0.1", "10.0.0.1"),
+        ("unix:/run/x", "unix:/run/x"),
+        ("", ""),
+    ],
+)
+def test_the_host_of_a_peer(peer: str, host: str) -> None:
+    assert host_of(peer) == host
+
+
+@pytest.mark.parametrize(
+    "networks", [["10.0.0.1/8"], ["x"], ["10.0.0.0/33"], ["10.0.0.0/8"] + [f"10.{i}.0.0/16" for i in range(32)]]
+)
+@pytest.mark.parametrize("lifetime_s", [-1.0, float("nan"), float("inf")])
+def test_ends_and_networks_that_are_none(networks: list[str], lifetime_s: float) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        new_key(
+            RNG.getrandbits,
+            tenant_id="",
+            scopes=["operator"],
+            name="",
+            now_unix_s=0.0,
+            lifetime_s=lifetime_s,
+            networks=networks,
+        )
+    assert [v.field for v in error.value.violations] == ["lifetime_s", "networks"]

@@ -42,9 +42,12 @@ from manylora_router.front.http.routes import Routes
 from manylora_router.front.http.server import HttpServer
 from manylora_router.front.intake import Intake
 from manylora_router.front.pace import Pace
+from manylora_router.guard.tokens import Tokens
+from manylora_router.links.callers import Callers
 from manylora_router.links.channels import WorkerChannels
 from manylora_router.links.directory import Directory
 from manylora_router.links.scheduler_client import SchedulerClient
+from manylora_router.links.token_keys import TokenKeys, load_issuers
 from manylora_router.metrics import RECORD_S
 from manylora_router.request.call import Calls
 from manylora_router.text.service import TextService
@@ -94,6 +97,10 @@ class RouterApp:
             on_workers_changed=self._workers_changed,
             takes_sampling_defaults=config.generation_config == "auto",
         )
+        issuers = load_issuers(Path(config.token_issuers)) if config.token_issuers else []
+        self._token_keys = TokenKeys(issuers)
+        tokens = Tokens(issuers, self._token_keys.key_of) if issuers else None
+        self.callers = Callers(self.directory.key_of, self._clock, tokens)
         self.scheduler = SchedulerClient(
             router_id=self.router_id, transport=peers, leader_address=self.directory.leader_address, rng=rng
         )
@@ -107,6 +114,7 @@ class RouterApp:
         )
         self.intake = Intake(
             directory=self.directory,
+            callers=self.callers,
             scheduler=self.scheduler,
             text=text,
             guard=self.calls.guard,
@@ -125,6 +133,7 @@ class RouterApp:
     def _admin(self, levels: ServiceLevels) -> AdminServicer:
         return AdminServicer(
             directory=self.directory,
+            callers=self.callers,
             store=self._store,
             intake=self._intake,
             verification=Verification(self._files),
@@ -158,6 +167,7 @@ class RouterApp:
     def door(self) -> Door:
         return Door(
             intake=self.intake,
+            callers=self.callers,
             calls=self.calls,
             text=self._text,
             dialect=Dialect.of(self._text.chat_template, self.config.tool_parser, self.config.reasoning_parser),
@@ -199,7 +209,7 @@ class RouterApp:
         }
 
     def _services(self) -> list[Service]:
-        gate = partial(Gate, self.directory, self.bounds)
+        gate = partial(Gate, self.callers, self.bounds)
         inference = gate(tenant_of=tenant_of, max_message_bytes=MAX_REQUEST_BYTES, pace=Pace(LARGE_BYTES_PER_S))
         admin = gate(
             tenant_of=lambda principal, call: own_tenant(principal),
@@ -223,6 +233,7 @@ class RouterApp:
         self._tasks = [
             asyncio.create_task(self.scheduler.run(), name="scheduler-line"),
             asyncio.create_task(self._keep_house(), name="housekeeping"),
+            asyncio.create_task(self._keep_token_keys(), name="token keys"),
             asyncio.create_task(self.directory.failed(), name="mirrors"),
         ]
         if self.calls.metrics.has_readers:
@@ -278,6 +289,10 @@ class RouterApp:
             )
             metrics.refusing(guard.circuits(loop.time()), guard.num_quarantined(loop.time()))
             await asyncio.sleep(RECORD_S)
+
+    async def _keep_token_keys(self) -> None:
+        await self._token_keys.run()
+        await asyncio.get_running_loop().create_future()  # where there are no issuers
 
     async def _keep_house(self) -> None:
         # Adapter files go that two looks in a row found unregistered: what was queued before the first could

@@ -39,6 +39,7 @@ class RouterConfig(ServiceSettings):
     max_adapter_mb: int = setting(4096, "largest weight file that an adapter may have, in MiB", at_least=1)
     http_listen: str = setting("", "host:port of the OpenAI HTTP API; port 0: any free one; empty: none")
     operator_key_file: str = setting("", "file with an operator's key, made where there is none; empty: none")
+    token_issuers: str = setting("", "YAML file of the issuers whose JSON web tokens are taken; empty: keys alone")
 
     @property
     def has_exposition(self) -> bool:

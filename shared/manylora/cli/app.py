@@ -126,6 +126,9 @@ DrainS = Annotated[
 ]
 
 
+Expires = Annotated[str, typer.Option(metavar="TIME", help="After how long it ends: 90d, 12h, 30m; default: never.")]
+
+
 def _http_port(port: int) -> int:
     return port + HTTP_PORT_STEP if 0 < port <= 65535 - HTTP_PORT_STEP else 0
 
@@ -433,6 +436,10 @@ def key_create(
         typer.Option(help="May be repeated; default: generate with --tenant. gateway and operator are without one."),
     ] = None,
     name: Annotated[str, typer.Option(help="What you call it.")] = "",
+    expires: Expires = "",
+    network: Annotated[
+        list[str] | None, typer.Option(metavar="CIDR", help="From where it may be used; may be repeated.")
+    ] = None,
     as_json: Json = False,
     server: Server = DEFAULT_SERVER,
     key: Key = None,
@@ -443,7 +450,32 @@ def key_create(
     if not scope and not tenant:
         raise usage_error("give --tenant, or --scope gateway or --scope operator")
     scopes = [each.value for each in scope] if scope else [KeyScope.GENERATE.value]
-    run(keys.create(connect(server, key), scopes, tenant, name, as_json=as_json), as_json=as_json)
+    making = keys.create(
+        connect(server, key),
+        scopes,
+        tenant,
+        name,
+        lifetime_s=keys.seconds("--expires", expires),
+        networks=network or [],
+        as_json=as_json,
+    )
+    run(making, as_json=as_json)
+
+
+@key_app.command("rotate")
+def key_rotate(
+    key_id: Annotated[str, typer.Argument(metavar="KEY_ID")],
+    overlap: Annotated[str, typer.Option(metavar="TIME", help="For how long the old key goes on.")] = "24h",
+    expires: Expires = "",
+    as_json: Json = False,
+    server: Server = DEFAULT_SERVER,
+    key: Key = None,
+) -> None:
+    """Make a key like this one; the old one goes on for the overlap. --expires: else as long as the old one's life."""
+    from manylora.cli import keys
+
+    overlap_s, lifetime_s = keys.seconds("--overlap", overlap), keys.seconds("--expires", expires)
+    run(keys.rotate(connect(server, key), key_id, overlap_s, lifetime_s, as_json=as_json), as_json=as_json)
 
 
 @key_app.command("list")

@@ -5,18 +5,53 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from manylora.cli.output import Target, print_json, print_table, say, write
+from manylora.cli.output import Target, print_json, print_table, say, usage_error, write
 from manylora.client import KeyInfo
 
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
-async def create(target: Target, scopes: Sequence[str], tenant: str, name: str, *, as_json: bool) -> None:
+
+def seconds(flag: str, text: str) -> float:
+    """Of `90d`, `12h`, `30m`, `10s`; 0 of an empty one."""
+    number, unit = text[:-1], text[-1:]
+    if not text:
+        return 0.0
+    if not (number.isascii() and number.isdigit() and unit in _UNITS):
+        raise usage_error(f"{flag}: {text!r} is no time such as 90d, 12h, 30m or 10s")
+    return float(int(number) * _UNITS[unit])
+
+
+async def create(
+    target: Target,
+    scopes: Sequence[str],
+    tenant: str,
+    name: str,
+    *,
+    lifetime_s: float,
+    networks: Sequence[str],
+    as_json: bool,
+) -> None:
     async with target.client() as client:
-        key, info = await client.keys.create(scopes, tenant=tenant, name=name)
+        key, info = await client.keys.create(scopes, tenant=tenant, name=name, lifetime_s=lifetime_s, networks=networks)
     if as_json:
         print_json({"key": key, **_fields(info)})
     else:
         write(f"{key}\n")
-        say(f"key {info.key_id} for {_holder(info)}, may {', '.join(info.scopes)}; it is not shown again")
+        until = f", until {_time(info.expires_unix_s)}" if info.expires_unix_s else ""
+        say(f"key {info.key_id} for {_holder(info)}, may {', '.join(info.scopes)}{until}; it is not shown again")
+
+
+async def rotate(target: Target, key_id: str, overlap_s: float, lifetime_s: float, *, as_json: bool) -> None:
+    async with target.client() as client:
+        key, info, replaced = await client.keys.rotate(key_id, overlap_s=overlap_s, lifetime_s=lifetime_s)
+    if as_json:
+        print_json({"key": key, **_fields(info), "replaced": _fields(replaced)})
+    else:
+        write(f"{key}\n")
+        say(
+            f"key {info.key_id} for {_holder(info)} takes the place of {replaced.key_id}, "
+            f"which ends {_time(replaced.expires_unix_s)}; it is not shown again"
+        )
 
 
 async def list_all(target: Target, tenant: str, *, as_json: bool) -> None:
@@ -25,7 +60,7 @@ async def list_all(target: Target, tenant: str, *, as_json: bool) -> None:
     if as_json:
         print_json({"keys": [_fields(info) for info in found]})
     else:
-        columns = ("key id", "tenant", "scopes", "name", "created", "revoked")
+        columns = ("key id", "tenant", "scopes", "name", "created", "expires", "revoked", "networks")
         print_table(columns, [_row(info) for info in found], empty="there are no keys")
 
 
@@ -46,6 +81,8 @@ def _fields(info: KeyInfo) -> dict[str, object]:
         "name": info.name,
         "created_unix_s": info.created_unix_s,
         "revoked_unix_s": info.revoked_unix_s,
+        "expires_unix_s": info.expires_unix_s,
+        "networks": list(info.networks),
     }
 
 
@@ -60,7 +97,9 @@ def _row(info: KeyInfo) -> tuple[object, ...]:
         ",".join(info.scopes),
         info.name,
         _time(info.created_unix_s),
+        _time(info.expires_unix_s) if info.expires_unix_s else "-",
         _time(info.revoked_unix_s) if info.revoked_unix_s else "-",
+        ",".join(info.networks) or "-",
     )
 
 

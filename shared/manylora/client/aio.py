@@ -33,7 +33,6 @@ from manylora.client.answers import Collector, Event, RequestFailed, Result
 from manylora.client.cluster import (
     AdapterInfo,
     ClusterStatus,
-    KeyInfo,
     LiftedQuarantine,
     Models,
     PolicyChange,
@@ -42,11 +41,11 @@ from manylora.client.cluster import (
 )
 from manylora.client.credentials import find_ca, find_key, trusting
 from manylora.client.folder import AdapterFolder, upload_parts
+from manylora.client.keys import DEFAULT_TIMEOUT_S, Keys
 from manylora.client.messages import (
     adapter_from,
     change_from,
     events_from,
-    key_from,
     lifted_from,
     models_from,
     status_from,
@@ -58,7 +57,6 @@ from manylora.client.routers import connect
 from manylora.v1 import admin_pb2, common_pb2, inference_pb2
 
 DEFAULT_SERVER = "127.0.0.1:7070"
-DEFAULT_TIMEOUT_S = 30.0  # of calls with one answer; streams have no deadline unless one is given
 _HTTP_SERVER = "http1.x server"  # grpc's words of one
 
 Progress = Callable[[int, int], None]  # called with (bytes sent, bytes in all)
@@ -298,36 +296,6 @@ class Tenants:
         """All routers run the tenant's quarantined prompts again."""
         request = admin_pb2.LiftQuarantineRequest(tenant_id=tenant_id)
         return lifted_from(await self._caller.call(_ADMIN["LiftQuarantine"], request, timeout_s=timeout_s))
-
-
-class Keys:
-    """Only an operator's key may call these."""
-
-    def __init__(self, caller: _Caller) -> None:
-        self._caller = caller
-
-    async def create(
-        self, scopes: Sequence[str], *, tenant: str = "", name: str = "", timeout_s: float = DEFAULT_TIMEOUT_S
-    ) -> tuple[str, KeyInfo]:
-        """The new key, which nothing will show again, and its record.
-
-        Args:
-            scopes: generate, admin (with a tenant); gateway, operator (without one).
-            tenant: to which it is bound; empty: to none.
-        """
-        request = admin_pb2.CreateKeyRequest(tenant_id=tenant, scopes=scopes, name=name)
-        answer = await self._caller.call(_ADMIN["CreateKey"], request, timeout_s=timeout_s, repeatable=False)
-        return answer.key, key_from(answer.info)
-
-    async def list(self, tenant: str = "", *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[KeyInfo, ...]:
-        """Revoked ones too, oldest first; with a tenant those bound to it."""
-        request = admin_pb2.ListKeysRequest(tenant_id=tenant)
-        answer = await self._caller.call(_ADMIN["ListKeys"], request, timeout_s=timeout_s)
-        return tuple(key_from(k) for k in answer.keys)
-
-    async def revoke(self, key_id: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> KeyInfo:
-        request = admin_pb2.RevokeKeyRequest(key_id=key_id)
-        return key_from((await self._caller.call(_ADMIN["RevokeKey"], request, timeout_s=timeout_s)).info)
 
 
 class Adapters(AdapterLines[_Caller]):

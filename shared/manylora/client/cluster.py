@@ -43,7 +43,9 @@ class KeyInfo:
     scopes: tuple[str, ...]
     name: str
     created_unix_s: float
-    revoked_unix_s: float  # 0: in force
+    revoked_unix_s: float  # 0: it was not
+    expires_unix_s: float = 0.0  # 0: never
+    networks: tuple[str, ...] = ()  # empty: from everywhere
 
 
 @dataclass(frozen=True)

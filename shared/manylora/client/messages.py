@@ -163,7 +163,7 @@ def change_from(message: admin_pb2.ApplyTenantResponse) -> PolicyChange:
 
 
 def key_from(message: admin_pb2.KeyInfo) -> KeyInfo:
-    return _scalars(KeyInfo, message, scopes=tuple(message.scopes))
+    return _scalars(KeyInfo, message, scopes=tuple(message.scopes), networks=tuple(message.networks))
 
 
 def events_from(message: inference_pb2.GenerateResponse) -> list[Event]:

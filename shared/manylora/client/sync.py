@@ -13,7 +13,6 @@ from manylora_shared.transport.base import Transport
 
 from manylora.client.aio import (
     DEFAULT_SERVER,
-    DEFAULT_TIMEOUT_S,
     Client,
     GenerateOptions,
     GenerateStream,
@@ -32,6 +31,7 @@ from manylora.client.cluster import (
     TenantInfo,
     VerifiedAdapter,
 )
+from manylora.client.keys import DEFAULT_TIMEOUT_S
 from manylora.client.prompts import Prompt
 from manylora.client.retry import DEFAULT_RETRY, RetryPolicy
 
@@ -148,9 +148,25 @@ class SyncKeys:
         self._keys = client.keys
 
     def create(
-        self, scopes: Sequence[str], *, tenant: str = "", name: str = "", timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        scopes: Sequence[str],
+        *,
+        tenant: str = "",
+        name: str = "",
+        lifetime_s: float = 0.0,
+        networks: Sequence[str] = (),
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> tuple[str, KeyInfo]:
-        return self._thread.run(self._keys.create(scopes, tenant=tenant, name=name, timeout_s=timeout_s))
+        making = self._keys.create(
+            scopes, tenant=tenant, name=name, lifetime_s=lifetime_s, networks=networks, timeout_s=timeout_s
+        )
+        return self._thread.run(making)
+
+    def rotate(
+        self, key_id: str, *, overlap_s: float, lifetime_s: float = 0.0, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> tuple[str, KeyInfo, KeyInfo]:
+        rotating = self._keys.rotate(key_id, overlap_s=overlap_s, lifetime_s=lifetime_s, timeout_s=timeout_s)
+        return self._thread.run(rotating)
 
     def list(self, tenant: str = "", *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[KeyInfo, ...]:
         return self._thread.run(self._keys.list(tenant, timeout_s=timeout_s))

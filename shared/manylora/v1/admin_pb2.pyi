@@ -77,14 +77,18 @@ class TenantInfo(_message.Message):
     def __init__(self, tenant_id: _Optional[str] = ..., policy_yaml: _Optional[str] = ..., version: _Optional[int] = ..., adapters: _Optional[int] = ...) -> None: ...
 
 class CreateKeyRequest(_message.Message):
-    __slots__ = ("tenant_id", "scopes", "name")
+    __slots__ = ("tenant_id", "scopes", "name", "lifetime_s", "networks")
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     SCOPES_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    LIFETIME_S_FIELD_NUMBER: _ClassVar[int]
+    NETWORKS_FIELD_NUMBER: _ClassVar[int]
     tenant_id: str
     scopes: _containers.RepeatedScalarFieldContainer[str]
     name: str
-    def __init__(self, tenant_id: _Optional[str] = ..., scopes: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ...) -> None: ...
+    lifetime_s: float
+    networks: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tenant_id: _Optional[str] = ..., scopes: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., lifetime_s: _Optional[float] = ..., networks: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CreateKeyResponse(_message.Message):
     __slots__ = ("key", "info")
@@ -118,21 +122,45 @@ class RevokeKeyResponse(_message.Message):
     info: KeyInfo
     def __init__(self, info: _Optional[_Union[KeyInfo, _Mapping]] = ...) -> None: ...
 
+class RotateKeyRequest(_message.Message):
+    __slots__ = ("key_id", "overlap_s", "lifetime_s")
+    KEY_ID_FIELD_NUMBER: _ClassVar[int]
+    OVERLAP_S_FIELD_NUMBER: _ClassVar[int]
+    LIFETIME_S_FIELD_NUMBER: _ClassVar[int]
+    key_id: str
+    overlap_s: float
+    lifetime_s: float
+    def __init__(self, key_id: _Optional[str] = ..., overlap_s: _Optional[float] = ..., lifetime_s: _Optional[float] = ...) -> None: ...
+
+class RotateKeyResponse(_message.Message):
+    __slots__ = ("key", "info", "replaced")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    REPLACED_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    info: KeyInfo
+    replaced: KeyInfo
+    def __init__(self, key: _Optional[str] = ..., info: _Optional[_Union[KeyInfo, _Mapping]] = ..., replaced: _Optional[_Union[KeyInfo, _Mapping]] = ...) -> None: ...
+
 class KeyInfo(_message.Message):
-    __slots__ = ("key_id", "tenant_id", "scopes", "name", "created_unix_s", "revoked_unix_s")
+    __slots__ = ("key_id", "tenant_id", "scopes", "name", "created_unix_s", "revoked_unix_s", "expires_unix_s", "networks")
     KEY_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     SCOPES_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     REVOKED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    NETWORKS_FIELD_NUMBER: _ClassVar[int]
     key_id: str
     tenant_id: str
     scopes: _containers.RepeatedScalarFieldContainer[str]
     name: str
     created_unix_s: float
     revoked_unix_s: float
-    def __init__(self, key_id: _Optional[str] = ..., tenant_id: _Optional[str] = ..., scopes: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., created_unix_s: _Optional[float] = ..., revoked_unix_s: _Optional[float] = ...) -> None: ...
+    expires_unix_s: float
+    networks: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, key_id: _Optional[str] = ..., tenant_id: _Optional[str] = ..., scopes: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., created_unix_s: _Optional[float] = ..., revoked_unix_s: _Optional[float] = ..., expires_unix_s: _Optional[float] = ..., networks: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AddAdapterRequest(_message.Message):
     __slots__ = ("header", "chunk")

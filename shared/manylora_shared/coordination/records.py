@@ -240,6 +240,8 @@ class KeyRecord(_JsonRecord):
     name: str  # for people alone
     created_unix_s: float
     revoked_unix_s: float = 0.0  # 0: in force; a revoked key's record stays, so that nothing can bring the key back
+    expires_unix_s: float = 0.0  # 0: never
+    networks: tuple[str, ...] = ()  # CIDR, from where it may be used; none: from everywhere
 
     @property
     def key(self) -> str:

@@ -98,7 +98,8 @@ class ServiceSettings:
         if self.etcd_tls_ca or self.allow_plain_text:
             return
         for endpoint in self.etcd.split(","):
-            if not is_loopback(endpoint.rpartition(":")[0]):
+            host = endpoint.rpartition(":")[0]
+            if host and not is_loopback(host):  # what is no address is said when it is dialled
                 raise ConfigError(
                     f"--etcd: what goes to {endpoint} can be read on the way, so it needs --etcd-tls-ca; "
                     "--allow-plain-text goes without"

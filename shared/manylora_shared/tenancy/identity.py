@@ -1,15 +1,18 @@
 """Who calls: API keys, what they may do, and how one is checked. Pure; owns no state.
 
-A key is `mlk-<key id>-<secret>`: 64 random bits that name it and 256 that prove it. The store has the secret's sha256.
+A key is `mlk-<key id>-<secret>`: 64 random bits that name it and 256 that prove it. The store has the secret's sha256:
+of 256 random bits that is enough, for nobody can try them, where a word of a person would need a slow hash and a salt.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import hmac
+import ipaddress
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from manylora_shared.coordination.records import KeyRecord
@@ -18,6 +21,8 @@ from manylora_shared.ids import TenantId, name_problem
 
 AUTHORIZATION_KEY = "authorization"
 MAX_KEY_NAME_CHARS = 128
+MAX_NETWORKS = 32
+MAX_LIFETIME_S = 10 * 366 * 86400.0
 _KEY = re.compile(r"mlk-([0-9a-f]{16})-([0-9a-f]{64})")
 _BEARER = "bearer "
 _NO_KEY_ID, _NO_SECRET = "0" * 16, "0" * 64
@@ -40,6 +45,7 @@ class Principal:
     key_id: str
     tenant_id: TenantId | None
     scopes: tuple[Scope, ...]
+    qos_class: str = ""  # of all its requests; empty: they say it
 
     def may(self, scope: Scope) -> bool:
         return scope in self.scopes
@@ -74,11 +80,19 @@ class NewKey:
 
 
 def new_key(
-    getrandbits: Callable[[int], int], *, tenant_id: str, scopes: Iterable[str], name: str, now_unix_s: float
+    getrandbits: Callable[[int], int],
+    *,
+    tenant_id: str,
+    scopes: Iterable[str],
+    name: str,
+    now_unix_s: float,
+    lifetime_s: float = 0.0,
+    networks: Iterable[str] = (),
 ) -> NewKey:
     """`getrandbits` is of a cryptographic source. Raises InvalidRequest with every field at fault."""
     wanted = list(dict.fromkeys(scopes))
-    _check(tenant_id, wanted, name)
+    allowed = list(dict.fromkeys(networks))
+    _check(tenant_id, wanted, name, lifetime_s, allowed)
     key_id, secret = f"{getrandbits(64):016x}", f"{getrandbits(256):064x}"
     record = KeyRecord(
         key_id=key_id,
@@ -87,6 +101,8 @@ def new_key(
         scopes=tuple(sorted(wanted)),
         name=name,
         created_unix_s=now_unix_s,
+        expires_unix_s=now_unix_s + lifetime_s if lifetime_s else 0.0,
+        networks=tuple(allowed),
     )
     return NewKey(f"mlk-{key_id}-{secret}", record)
 
@@ -112,17 +128,69 @@ def bearer(key: str) -> dict[str, str]:
     return {AUTHORIZATION_KEY: f"Bearer {key}"} if key else {}
 
 
-def authenticate(metadata: Mapping[str, str], record_of: Callable[[str], KeyRecord | None]) -> Principal:
-    """Raises Unauthenticated. Work and words are the same whatever is wrong with the key."""
-    value = metadata.get(AUTHORIZATION_KEY, "")
-    given = value[len(_BEARER) :].strip() if value[: len(_BEARER)].lower() == _BEARER else ""
+def bearer_of(authorization: str) -> str:
+    """Empty where it is of another kind."""
+    return authorization[len(_BEARER) :].strip() if authorization[: len(_BEARER)].lower() == _BEARER else ""
+
+
+def authenticate(
+    given: str, record_of: Callable[[str], KeyRecord | None], *, now_unix_s: float, host: str | None = None
+) -> Principal:
+    """Who has the whole key is told what is wrong with it; to everybody else work and words are always the same.
+
+    Args:
+        host: from where it came; None: that was looked at before.
+
+    Raises:
+        Unauthenticated, or PermissionDenied where it may not be used from there.
+    """
     key_id, secret = split_key(given) or (_NO_KEY_ID, _NO_SECRET)
     record = record_of(key_id)
     is_right = _matches(key_id, secret, record)
-    if record is None or not is_right or record.revoked_unix_s:
-        raise Unauthenticated("this call needs a valid key, in its metadata as `authorization: Bearer <key>`")
+    if record is None or not is_right:
+        raise no_key()
+    if record.revoked_unix_s:
+        raise Unauthenticated("this key was revoked")
+    if has_expired(record, now_unix_s):
+        raise Unauthenticated(f"this key expired {round(now_unix_s - record.expires_unix_s)} s ago")
+    if host is not None and record.networks and not is_inside(host, record.networks):
+        raise PermissionDenied(f"this key may not be used from {host}")
     known = [Scope(scope) for scope in record.scopes if scope in tuple(Scope)]
     return Principal(key_id, TenantId(record.tenant_id) if record.tenant_id else None, tuple(known))
+
+
+def no_key() -> Unauthenticated:
+    return Unauthenticated("this call needs a valid key, in its metadata as `authorization: Bearer <key>`")
+
+
+def has_expired(record: KeyRecord, now_unix_s: float) -> bool:
+    return bool(record.expires_unix_s) and now_unix_s >= record.expires_unix_s
+
+
+def host_of(peer: str) -> str:
+    """Of gRPC's `ipv4:10.0.0.1:80` and `ipv6:[::1]:80`, or a bare host."""
+    kind, colon, rest = peer.partition(":")
+    if colon and kind in ("ipv4", "ipv6"):
+        peer = rest.rpartition(":")[0].replace("%5B", "[").replace("%5D", "]").strip("[]").partition("%")[0]
+    try:
+        address = ipaddress.ip_address(peer)
+    except ValueError:
+        return peer
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)
+
+
+def is_inside(host: str, networks: Iterable[str]) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return any(address in _network(network) for network in networks)
+
+
+@functools.lru_cache(1024)
+def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+    return ipaddress.ip_network(text)
 
 
 def _matches(key_id: str, secret: str, record: KeyRecord | None) -> bool:
@@ -130,7 +198,12 @@ def _matches(key_id: str, secret: str, record: KeyRecord | None) -> bool:
     return hmac.compare_digest(hash_of(key_id, secret).encode(), expected.encode())
 
 
-def _check(tenant_id: str, scopes: list[str], name: str) -> None:
+def lifetime_problems(field: str, seconds: float) -> list[FieldViolation]:
+    is_right = 0 <= seconds <= MAX_LIFETIME_S  # not a number is neither
+    return [] if is_right else [FieldViolation(field, f"must be from 0 to {MAX_LIFETIME_S:g} seconds")]
+
+
+def _check(tenant_id: str, scopes: list[str], name: str, lifetime_s: float, networks: list[str]) -> None:
     found: list[FieldViolation] = []
     if tenant_id and (problem := name_problem(tenant_id)):
         found.append(FieldViolation("tenant_id", problem))
@@ -146,5 +219,13 @@ def _check(tenant_id: str, scopes: list[str], name: str) -> None:
             found.append(FieldViolation("scopes", f"{scope} {needs}"))
     if len(name) > MAX_KEY_NAME_CHARS or not (name.isprintable()):
         found.append(FieldViolation("name", f"must be at most {MAX_KEY_NAME_CHARS} printable characters"))
+    found += lifetime_problems("lifetime_s", lifetime_s)
+    if len(networks) > MAX_NETWORKS:
+        found.append(FieldViolation("networks", f"has more than {MAX_NETWORKS}"))
+    for network in networks[:MAX_NETWORKS]:
+        try:
+            _network(network)
+        except ValueError as e:
+            found.append(FieldViolation("networks", str(e)[:200]))
     if found:
         raise InvalidRequest.of_all(found)

@@ -15,7 +15,7 @@ from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Compare, Put, Store, StoreUnavailable
 from manylora_shared.coordination.records import KeyRecord
 from manylora_shared.telemetry.logs import fields
-from manylora_shared.tenancy.identity import CLUSTER_SCOPES, NewKey, hash_of, is_key, new_key, split_key
+from manylora_shared.tenancy.identity import CLUSTER_SCOPES, NewKey, has_expired, hash_of, is_key, new_key, split_key
 
 _LOG = logging.getLogger(__name__)
 _RETRY_S = 0.2
@@ -41,7 +41,7 @@ async def _ensure(store: Store, path: Path, getrandbits: Callable[[int], int], n
         if found is not None:
             try:
                 record = KeyRecord.stored(found)
-                if is_key(made.key, record) and not record.revoked_unix_s:
+                if is_key(made.key, record) and not record.revoked_unix_s and not has_expired(record, now_unix_s):
                     return
             except ValueError as e:
                 _LOG.error("the record at %s is unreadable: another key takes its place: %s", found.key, e)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -22,13 +23,22 @@ from manylora_shared.errors import (
     InvalidRequest,
     NotFound,
     ServiceUnavailable,
+    Unready,
     VersionConflict,
 )
 from manylora_shared.ids import TenantId, is_valid_name, name_problem
 from manylora_shared.process.clock import WallClock
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.adapter_shares import pins_problem
-from manylora_shared.tenancy.identity import TENANT_SCOPES, Principal, Scope, authenticate, new_key
+from manylora_shared.tenancy.identity import (
+    AUTHORIZATION_KEY,
+    TENANT_SCOPES,
+    Principal,
+    Scope,
+    has_expired,
+    lifetime_problems,
+    new_key,
+)
 from manylora_shared.tenancy.policy import TenantPolicy, line_of, parse_policy
 from manylora_shared.transport.base import Gate, ServerCall, Service
 
@@ -37,6 +47,7 @@ from manylora_router.admin.service_levels import ServiceLevels
 from manylora_router.admin.status import ClusterStatus
 from manylora_router.admin.verification import Verification
 from manylora_router.admin.versions import AdapterVersions
+from manylora_router.links.callers import Callers
 from manylora_router.links.directory import Directory
 from manylora_router.links.wire import adapter_info, key_info, tenant_info
 
@@ -51,6 +62,7 @@ class AdminServicer:
         self,
         *,
         directory: Directory,
+        callers: Callers,
         store: Store,
         intake: AdapterIntake,
         verification: Verification,
@@ -60,10 +72,11 @@ class AdminServicer:
         rng: random.Random,
     ) -> None:
         self._directory = directory
+        self._callers = callers
         self._store = store
         self._intake = intake
         self._verification = verification
-        self._versions = AdapterVersions(directory, store, clock, rng)
+        self._versions = AdapterVersions(callers, directory, store, clock, rng)
         self._status = status
         self._levels = levels
         self._clock = clock
@@ -83,6 +96,7 @@ class AdminServicer:
             "CreateKey": self.create_key,
             "ListKeys": self.list_keys,
             "RevokeKey": self.revoke_key,
+            "RotateKey": self.rotate_key,
             "LiftQuarantine": self.lift_quarantine,
             "GetStatus": self.get_status,
         }
@@ -93,7 +107,7 @@ class AdminServicer:
 
     def _caller(self, call: ServerCall) -> Principal:
         """Raises Unauthenticated."""
-        return authenticate(call.metadata, self._directory.key_of)
+        return self._callers.known(call.metadata.get(AUTHORIZATION_KEY, ""), call.peer)
 
     # Tenants
 
@@ -238,6 +252,8 @@ class AdminServicer:
             scopes=request.scopes,
             name=request.name,
             now_unix_s=self._clock.now_unix_s(),
+            lifetime_s=request.lifetime_s,
+            networks=request.networks,
         )
         record = made.record
         key = keys.api_key(record.key_id)
@@ -263,11 +279,7 @@ class AdminServicer:
         self._caller(call).require(Scope.OPERATOR)
         key = keys.api_key(request.key_id)
         for _ in range(_MAX_CONFLICTS):
-            stored = await self._store.get(key) if is_valid_name(request.key_id) else None
-            record = _key_record(stored) if stored is not None else None
-            if stored is None or record is None:
-                known = "is not known" if stored is None else "is not in force: its record cannot be read"
-                raise NotFound(f"key_id: key {request.key_id[:80]!r} {known}")
+            stored, record = await self._stored_key(request.key_id)
             if not record.revoked_unix_s:
                 record = dataclasses.replace(record, revoked_unix_s=self._clock.now_unix_s())
                 result = await self._store.txn([Compare(key, stored.mod_revision)], [Put(key, record.to_json())])
@@ -277,6 +289,49 @@ class AdminServicer:
             await self._directory.key_seen(record)
             return admin_pb2.RevokeKeyResponse(info=key_info(record))
         raise _conflict()
+
+    async def rotate_key(self, request: admin_pb2.RotateKeyRequest, call: ServerCall) -> admin_pb2.RotateKeyResponse:
+        """The old key's end comes no later than it was to come."""
+        self._caller(call).require(Scope.OPERATOR)
+        if violations := lifetime_problems("overlap_s", request.overlap_s):
+            raise InvalidRequest.of_all(violations)
+        for _ in range(_MAX_CONFLICTS):
+            stored, old = await self._stored_key(request.key_id)
+            now = self._clock.now_unix_s()
+            if old.revoked_unix_s or has_expired(old, now):
+                raise Unready(f"key_id: key {old.key_id} is not in force any more; make a new one")
+            made = new_key(
+                self._rng.getrandbits,
+                tenant_id=old.tenant_id,
+                scopes=old.scopes,
+                name=old.name,
+                now_unix_s=now,
+                lifetime_s=request.lifetime_s or max(0.0, old.expires_unix_s - old.created_unix_s),
+                networks=old.networks,
+            )
+            ends = min(now + request.overlap_s, old.expires_unix_s or math.inf)
+            replaced = dataclasses.replace(old, expires_unix_s=ends)
+            new = keys.api_key(made.record.key_id)
+            result = await self._store.txn(
+                [Compare(stored.key, stored.mod_revision), Compare(new, 0)],
+                [Put(stored.key, replaced.to_json()), Put(new, made.record.to_json())],
+            )
+            if result.succeeded:
+                await self._directory.key_seen(made.record)
+                _LOG.info("key rotated", extra=fields(key_id=made.record.key_id, replaced=old.key_id))
+                return admin_pb2.RotateKeyResponse(
+                    key=made.key, info=key_info(made.record), replaced=key_info(replaced)
+                )
+        raise _conflict()
+
+    async def _stored_key(self, key_id: str) -> tuple[KeyValue, KeyRecord]:
+        """Raises NotFound."""
+        stored = await self._store.get(keys.api_key(key_id)) if is_valid_name(key_id) else None
+        record = _key_record(stored) if stored is not None else None
+        if stored is None or record is None:
+            known = "is not known" if stored is None else "is not in force: its record cannot be read"
+            raise NotFound(f"key_id: key {key_id[:80]!r} {known}")
+        return stored, record
 
     # Adapters
 

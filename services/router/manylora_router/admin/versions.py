@@ -18,9 +18,10 @@ from manylora_shared.ids import is_valid_name
 from manylora_shared.process.clock import WallClock
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.adapter_line import Line, LineProblem, Sticky
-from manylora_shared.tenancy.identity import TENANT_SCOPES, Scope, authenticate
+from manylora_shared.tenancy.identity import AUTHORIZATION_KEY, TENANT_SCOPES, Scope
 from manylora_shared.transport.base import ServerCall
 
+from manylora_router.links.callers import Callers
 from manylora_router.links.directory import Directory
 from manylora_router.links.wire import adapter_line
 
@@ -30,7 +31,10 @@ _SALT_BITS = 64
 
 
 class AdapterVersions:
-    def __init__(self, directory: Directory, store: Store, clock: WallClock, rng: random.Random) -> None:
+    def __init__(
+        self, callers: Callers, directory: Directory, store: Store, clock: WallClock, rng: random.Random
+    ) -> None:
+        self._callers = callers
         self._directory = directory
         self._store = store
         self._clock = clock
@@ -126,14 +130,14 @@ class AdapterVersions:
     async def line(
         self, request: admin_pb2.GetAdapterLineRequest, call: ServerCall
     ) -> admin_pb2.GetAdapterLineResponse:
-        caller = authenticate(call.metadata, self._directory.key_of)
+        caller = self._callers.known(call.metadata.get(AUTHORIZATION_KEY, ""), call.peer)
         tenant_id = caller.require_tenant(request.tenant_id, TENANT_SCOPES)
         return admin_pb2.GetAdapterLineResponse(line=adapter_line(_read(await self._stored(tenant_id, request.name))))
 
     async def _change(
         self, tenant_id: str, name: str, call: ServerCall, change: Callable[[Line, float], Line]
     ) -> admin_pb2.AdapterLine:
-        caller = authenticate(call.metadata, self._directory.key_of)
+        caller = self._callers.known(call.metadata.get(AUTHORIZATION_KEY, ""), call.peer)
         tenant_id = caller.require_tenant(tenant_id, [Scope.ADMIN])
         for _ in range(_MAX_CONFLICTS):
             stored = await self._stored(tenant_id, name)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from manylora_shared.tenancy.identity import Principal, authenticate
+from manylora_shared.tenancy.identity import AUTHORIZATION_KEY, Principal
 from manylora_shared.transport.base import ServerCall
 from manylora_shared.transport.places import Places
 from manylora_shared.transport.unparsed import LARGE_BYTES
@@ -14,7 +14,7 @@ from manylora_shared.transport.unparsed import LARGE_BYTES
 from manylora_router.front.loop_turns import LoopTurns
 from manylora_router.front.pace import Pace
 from manylora_router.guard.admission import MAX_TEXT_BYTES
-from manylora_router.links.directory import Directory
+from manylora_router.links.callers import Callers
 
 # The longest text, and what stands beside one: of chat messages the roles, of a request its stop strings.
 MAX_REQUEST_BYTES = MAX_TEXT_BYTES + 256 * 1024
@@ -41,17 +41,17 @@ class Gate:
     """Of one service."""
 
     def __init__(
-        self, directory: Directory, bounds: Bounds, *, tenant_of: TenantOf, max_message_bytes: int, pace: Pace
+        self, callers: Callers, bounds: Bounds, *, tenant_of: TenantOf, max_message_bytes: int, pace: Pace
     ) -> None:
         self.max_message_bytes = max_message_bytes
         self.bounds = bounds
         self.pace = pace
-        self._directory = directory
+        self._callers = callers
         self._tenant_of = tenant_of
 
     def enter(self, call: ServerCall) -> Pass:
-        """Raises Unauthenticated, PermissionDenied or Overloaded."""
-        principal = authenticate(call.metadata, self._directory.key_of)
+        """Raises Unauthenticated, PermissionDenied, Overloaded or ServiceUnavailable."""
+        principal = self._callers.known(call.metadata.get(AUTHORIZATION_KEY, ""), call.peer)
         tenant = self._tenant_of(principal, call)
         account = account_of(tenant)
         self.bounds.places.enter(account)

@@ -17,7 +17,7 @@ async def generate(request: RequestInput, *, intake: Intake, calls: Calls) -> As
     """Close it (`contextlib.aclosing`). Raises ManyloraError, of a request that failed after its last frame."""
     tenant, refusal = "", None
     try:
-        tenant = intake.tenant_of(request)
+        tenant, request = intake.seen(request)
     except ManyloraError as e:
         refusal = e  # raised inside the call, which then names no tenant
     with calls.open(request, tenant) as call:

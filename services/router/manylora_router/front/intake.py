@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from manylora_shared.coordination.records import AdapterRecord
-from manylora_shared.errors import InvalidRequest, Overloaded, ServiceUnavailable, Unready
+from manylora_shared.errors import InvalidRequest, Overloaded, PermissionDenied, ServiceUnavailable, Unready
 from manylora_shared.ids import QosClass, TenantId
 from manylora_shared.sampling import Sampling, barred_too_much
 from manylora_shared.telemetry import Attribute
 from manylora_shared.tenancy.adapter_line import StickyKeys
-from manylora_shared.tenancy.identity import AUTHORIZATION_KEY, Principal, authenticate
 from manylora_shared.tenancy.overload import retry_after_s
 from manylora_shared.tenancy.policy import TenantPolicy
 from manylora_shared.wire import QOS_NUMBERS
@@ -34,6 +33,7 @@ from manylora_router.guard.admission import (
     TokenPrompt,
 )
 from manylora_router.guard.permits import Guard, Permit
+from manylora_router.links.callers import Callers
 from manylora_router.links.directory import Directory, Model
 from manylora_router.links.scheduler_client import SchedulerClient
 from manylora_router.request.call import Call
@@ -60,6 +60,7 @@ class Intake:
         self,
         *,
         directory: Directory,
+        callers: Callers,
         scheduler: SchedulerClient,
         text: TextService,
         guard: Guard,
@@ -67,6 +68,7 @@ class Intake:
         default_max_tokens: int,
     ) -> None:
         self._directory = directory
+        self._callers = callers
         self._scheduler = scheduler
         self._text = text
         self._guard = guard
@@ -79,7 +81,17 @@ class Intake:
 
     def tenant_of(self, request: RequestInput) -> str:
         """Raises Unauthenticated or PermissionDenied."""
-        return admission.tenant_of(self.known(request.authorization), request.tenant)
+        return admission.tenant_of(self._callers.known(request.authorization), request.tenant)
+
+    def seen(self, request: RequestInput) -> tuple[str, RequestInput]:
+        """The tenant, and the request in the class that its token is for. Raises as `tenant_of`."""
+        principal = self._callers.known(request.authorization)
+        tenant = admission.tenant_of(principal, request.tenant)
+        if not principal.qos_class or request.request_class == principal.qos_class:
+            return tenant, request
+        if request.request_class:
+            raise PermissionDenied(f"this token is for requests of class {principal.qos_class}")
+        return tenant, replace(request, request_class=principal.qos_class)
 
     async def take_turn(self, tenant: str, qos_class: QosClass | None) -> None:
         await self._turns.take((tenant, qos_class), self._weight(tenant, qos_class))
@@ -124,10 +136,6 @@ class Intake:
         if violations := admission.check(request, limits):
             raise InvalidRequest.of_all(violations)
         return tenant, limits
-
-    def known(self, authorization: str) -> Principal:
-        """Raises Unauthenticated."""
-        return authenticate({AUTHORIZATION_KEY: authorization}, self._directory.key_of)
 
     @property
     def base_model(self) -> str:

@@ -129,6 +129,8 @@ def key_info(record: KeyRecord) -> admin_pb2.KeyInfo:
         name=record.name,
         created_unix_s=record.created_unix_s,
         revoked_unix_s=record.revoked_unix_s,
+        expires_unix_s=record.expires_unix_s,
+        networks=record.networks,
     )
 
 

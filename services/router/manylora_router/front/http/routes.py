@@ -116,7 +116,7 @@ class Routes:
     def _guarded(self, exchange: Exchange, path: str) -> Mapping[str, Handler]:
         """Before a byte of the body is read."""
         caller = asked.caller_of(exchange.headers)
-        principal = self._door.intake.known(caller.authorization)
+        principal = self._door.callers.known(caller.authorization, exchange.peer)
         exchange.vouch(account_of(own_tenant(principal)))
         if (handlers := _GUARDED.get(path)) is not None:
             exchange.tenant = self._door.intake.tenant_of(asked.nameless(caller))

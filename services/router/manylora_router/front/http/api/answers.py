@@ -23,6 +23,7 @@ from manylora_router.front.http.exchange import Exchange, encoded
 from manylora_router.front.http.fields import Fields
 from manylora_router.front.intake import Intake
 from manylora_router.guard.admission import RequestInput
+from manylora_router.links.callers import Callers
 from manylora_router.request.call import Calls
 from manylora_router.request.frames import ChoiceEnd, Delta, Finished, Frame, Started
 from manylora_router.text.service import TextService
@@ -44,6 +45,7 @@ class Door:
     """What the handlers share."""
 
     intake: Intake
+    callers: Callers
     calls: Calls
     text: TextService
     dialect: Dialect

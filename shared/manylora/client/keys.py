@@ -1,0 +1,75 @@
+"""API keys, as an operator's client makes and ends them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from typing import Any, Protocol
+
+from google.protobuf.message import Message
+from manylora_shared.transport.base import Method, methods_of
+
+from manylora.client.cluster import KeyInfo
+from manylora.client.messages import key_from
+from manylora.v1 import admin_pb2
+
+DEFAULT_TIMEOUT_S = 30.0  # of calls with one answer; streams have no deadline unless one is given
+_ADMIN = methods_of(admin_pb2.DESCRIPTOR.services_by_name["AdminService"])
+
+
+class _Caller(Protocol):
+    def call(
+        self, method: Method, request: Message, *, timeout_s: float | None, repeatable: bool = True
+    ) -> Awaitable[Any]: ...
+
+
+class Keys:
+    """Only an operator's key may call these."""
+
+    def __init__(self, caller: _Caller) -> None:
+        self._caller = caller
+
+    async def create(
+        self,
+        scopes: Sequence[str],
+        *,
+        tenant: str = "",
+        name: str = "",
+        lifetime_s: float = 0.0,
+        networks: Sequence[str] = (),
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> tuple[str, KeyInfo]:
+        """The new key, which nothing will show again, and its record.
+
+        Args:
+            scopes: generate, admin (with a tenant); gateway, operator (without one).
+            tenant: to which it is bound; empty: to none.
+            lifetime_s: 0: it does not end.
+            networks: CIDR, from where it may be used; none: from everywhere.
+        """
+        request = admin_pb2.CreateKeyRequest(
+            tenant_id=tenant, scopes=scopes, name=name, lifetime_s=lifetime_s, networks=networks
+        )
+        answer = await self._caller.call(_ADMIN["CreateKey"], request, timeout_s=timeout_s, repeatable=False)
+        return answer.key, key_from(answer.info)
+
+    async def list(self, tenant: str = "", *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[KeyInfo, ...]:
+        """Revoked ones too, oldest first; with a tenant those bound to it."""
+        request = admin_pb2.ListKeysRequest(tenant_id=tenant)
+        answer = await self._caller.call(_ADMIN["ListKeys"], request, timeout_s=timeout_s)
+        return tuple(key_from(k) for k in answer.keys)
+
+    async def rotate(
+        self, key_id: str, *, overlap_s: float, lifetime_s: float = 0.0, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> tuple[str, KeyInfo, KeyInfo]:
+        """A new key like this one, its record, and the old one's, which goes on for `overlap_s`.
+
+        Args:
+            lifetime_s: of the new one; 0: as long as the old one's was.
+        """
+        request = admin_pb2.RotateKeyRequest(key_id=key_id, overlap_s=overlap_s, lifetime_s=lifetime_s)
+        answer = await self._caller.call(_ADMIN["RotateKey"], request, timeout_s=timeout_s, repeatable=False)
+        return answer.key, key_from(answer.info), key_from(answer.replaced)
+
+    async def revoke(self, key_id: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> KeyInfo:
+        request = admin_pb2.RevokeKeyRequest(key_id=key_id)
+        return key_from((await self._caller.call(_ADMIN["RevokeKey"], request, timeout_s=timeout_s)).info)
