@@ -135,6 +135,12 @@ def test_records_keep_lines_and_old_records_are_version_1() -> None:
     old += b',"created_unix_s":1}'
     read = AdapterRecord.from_json(old).line
     assert [(each.number, each.uid) for each in read.served] == [(1, "u")]
-    for wrong in (b'"others":[3]', b'"others":[{"number":2}]', b'"rollouts":[{"to":"x"}]', b'"events":{}'):
-        with pytest.raises(ValueError, match="AdapterRecord"):
+    for wrong in (
+        b'"others":[3]',
+        b'"others":[{"number":2}]',
+        b'"rollouts":[{"to":"x"}]',
+        b'"rollouts":[{"to":2,"percent":9,"sticky":"?","salt":""}]',
+        b'"events":{}',
+    ):
+        with pytest.raises(ValueError, match="AdapterRecord|Rollout"):
             AdapterRecord.from_json(old[:-1] + b"," + wrong + b"}")

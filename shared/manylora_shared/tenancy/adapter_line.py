@@ -56,6 +56,10 @@ class Rollout:
     sticky: str  # a Sticky
     salt: str  # other shares of users in each rollout; stays while it goes on
 
+    def __post_init__(self) -> None:
+        if self.sticky not in tuple(Sticky) or not 0 <= self.percent <= 100:
+            raise ValueError("Rollout: its sticky or percent is none")
+
     def takes(self, sticky_key: str) -> bool:
         """Who is taken at some percentage is taken at every higher one."""
         digest = hashlib.sha256(f"{self.salt}\0{sticky_key}".encode()).digest()
