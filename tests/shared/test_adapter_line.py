@@ -142,5 +142,5 @@ def test_records_keep_lines_and_old_records_are_version_1() -> None:
         b'"rollouts":[{"to":2,"percent":9,"sticky":"?","salt":""}]',
         b'"events":{}',
     ):
-        with pytest.raises(ValueError, match="AdapterRecord|Rollout"):
+        with pytest.raises(ValueError, match=r"AdapterRecord|Rollout"):
             AdapterRecord.from_json(old[:-1] + b"," + wrong + b"}")
