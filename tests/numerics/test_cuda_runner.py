@@ -118,6 +118,42 @@ def test_in_the_interpreter(family_of: FamilyOf, name: str, monkeypatch: pytest.
     check_family(family_of, name, "cpu", monkeypatch, marks_free=marks_free)
 
 
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=needs_interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_prompts_are_scored_beside_what_is_drawn(
+    family_of: FamilyOf, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More rows than the head's buffer has, a chunk of one token, and rows that ask for nothing."""
+    monkeypatch.setattr(loader, "can_pack", lambda *_: False)
+    family = family_of("llama")
+    _, runner = make_device_runner(family, family.folder, device)
+    driver = Driver(runner)  # type: ignore[arg-type]
+    asked = Sampling(seed=0, temperature=0.0, prompt_logprobs=2)
+    long, short, plain = ([(7 * i + k) % 90 + 3 for i in range(n)] for k, n in ((0, 45), (1, 9), (2, 12)))
+    streams = [Stream(long, sampling=asked), Stream(short, sampling=asked), Stream(plain)]
+    told: dict[int, list[tuple[float, int]]] = {id(stream): [] for stream in streams}
+    drawn: dict[int, int] = {}
+    for sizes in ((40, 8, 12), (5, 1)):
+        chunks = [driver.chunk(stream, size) for stream, size in zip(streams, sizes, strict=False)]
+        for i, chunk in enumerate(chunks[:2]):
+            start, end = chunk.start_position, min(streams[i].num_computed, len(streams[i].prompt) - 1)
+            chunks[i] = replace(chunk, scored=range(start, max(start, end)))
+        for answer in runner.execute(StepBatch(chunks)):
+            assert answer.error is None
+            told[answer.sequence_id] += [(each.logprob, each.top[0][0]) for each in answer.scored]
+            drawn[answer.sequence_id] = answer.token_id
+    for stream in streams[:2]:
+        expected = torch.log_softmax(family.reference.logits(stream.prompt, None), -1)
+        rows = zip(expected, stream.prompt[1:], strict=False)
+        wanted = [(float(row[token_id]), int(row.argmax())) for row, token_id in rows]
+        assert [each[0] for each in told[id(stream)]] == pytest.approx([each[0] for each in wanted], abs=TOLERANCE)
+        assert [each[1] for each in told[id(stream)]] == [each[1] for each in wanted]
+    for stream in streams:
+        assert drawn[id(stream)] == family.reference.greedy(stream.prompt, None, 1)[0]
+    assert told[id(streams[2])] == []
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_with_free_blocks_marked_on_the_device(family_of: FamilyOf, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ def chunk(sequence_id: int, start: int, count: int, table: list[int], sampling: 
         prompt_token_ids=(5, 6, 7),
         output_token_ids=list(range(start)),
         bars=((3, -2),) if sequence_id % 5 == 0 else (),
+        scored=range(start, start + 2) if sequence_id % 3 == 0 else range(0),
     )
 
 
