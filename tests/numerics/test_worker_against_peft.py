@@ -83,7 +83,7 @@ async def test_worker_equals_peft(family: str, debug_fill_freed: bool, tmp_path:
         threads=1,
         debug_fill_freed=debug_fill_freed,
     )
-    runtime, validator = host(settings, build_engine)
+    runtime, parts = host(settings, build_engine)
     if debug_fill_freed:
         assert runtime._core._flights._runner._cache.marks_free
     coordination = MemoryStoreServer(rng)
@@ -92,7 +92,7 @@ async def test_worker_equals_peft(family: str, debug_fill_freed: bool, tmp_path:
         transport=GrpcTransport(),
         store=coordination.client(),
         runtime=runtime,
-        validate=validator,
+        validate=parts.validator,
         telemetry=Telemetry.disabled(),
         rng=rng,
         peer_secret=SIMULATED,
@@ -165,11 +165,11 @@ async def test_an_adapter_whose_finite_weights_overflow_is_found_by_its_first_st
     shutil.copytree(folder, store / "incoming")
     bad = adapter_uid(parse_config((folder / CONFIG_NAME).read_bytes()), folder / WEIGHTS_NAME)
     settings = WorkerConfig(model=str(tmp_path / "model"), adapter_store=store, num_blocks=16, threads=1)
-    runtime, validator = host(settings, build_engine)
+    runtime, parts = host(settings, build_engine)
     runtime.start()
     try:
-        trial = AdapterTrial(runtime, validator)
-        assert not (await validator.validate("incoming", bad)).problems, "its weights are finite numbers"
+        trial = AdapterTrial(runtime, parts.validator)
+        assert not (await parts.validator.validate("incoming", bad)).problems, "its weights are finite numbers"
         assert await trial.problem(f"objects/{good}", TenantId("t"), good) is None
         problem = await trial.problem("incoming", TenantId("t"), bad)
         assert problem is not None
