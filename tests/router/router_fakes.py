@@ -86,7 +86,7 @@ STARTED = worker_pb2.ExecuteResponse(frame=0, started=worker_pb2.ExecuteStarted(
 
 
 def say(text: str, *, per_frame: int = 4, pause_s: float = 0.001, cached_prompt_tokens: int = 0) -> Script:
-    """A worker that answers `text` (cut at max_tokens) and then its end-of-sequence."""
+    """A worker that answers `text` (cut at max_tokens) and then its end-of-sequence; a prompt's logprobs are 0."""
 
     async def script(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
         yield STARTED
@@ -94,6 +94,11 @@ def say(text: str, *, per_frame: int = 4, pause_s: float = 0.001, cached_prompt_
         is_cut = len(ids) >= request.max_tokens
         ids = ids[: request.max_tokens]
         frame = 1
+        if request.sampling.HasField("prompt_logprobs"):
+            scored = worker_pb2.TokenChunk()
+            scored.prompt_logprobs.extend(common_pb2.PositionLogprobs(rank=1) for _ in request.prompt_token_ids[1:])
+            yield worker_pb2.ExecuteResponse(frame=frame, tokens=scored)
+            frame += 1
         for start in range(0, len(ids), per_frame):
             await asyncio.sleep(pause_s)
             yield tokens(frame, start, ids[start : start + per_frame])

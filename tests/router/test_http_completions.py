@@ -143,8 +143,15 @@ async def test_many_are_put_into_words_beside_the_event_loop() -> None:
         assert len(choice.logprobs.tokens or ()) == 200
 
 
+async def silent(request: worker_pb2.ExecuteRequest) -> Any:
+    """Tells nothing of the prompt."""
+    yield STARTED
+    yield tokens(1, 0, ids_of("x"), finish=common_pb2.FINISH_REASON_LENGTH)
+    yield finished(2)
+
+
 async def test_a_worker_that_keeps_some_back_fails_the_request() -> None:
-    async with http_front(say("x")) as front, front.openai() as client:
+    async with http_front(silent) as front, front.openai() as client:
         with pytest.raises(openai.InternalServerError):
             await client.completions.create(model="tiny", prompt="hi", extra_body={"prompt_logprobs": 1})
 

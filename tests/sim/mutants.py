@@ -750,7 +750,7 @@ def _all_in_one_group(original: Any) -> Any:
     WorkerServicer,
     "execute",
     "a worker refuses grants of a leader that is over",
-    first=(2193,),
+    first=(2312,),
 )
 def _unfenced(original: Any) -> Any:
     def execute(self: Any, message: Any, call: Any) -> Any:
