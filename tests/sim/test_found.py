@@ -56,6 +56,8 @@ def test_a_leader_that_is_over_leaves_nothing_in_memory() -> None:
     async def main() -> weakref.ref[Term]:
         cluster = Cluster(0, schedulers=1)
         await cluster.start()
+        while not cluster.leaders():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         (leader,) = cluster.leaders()
         assert leader.term is not None
         term = weakref.ref(leader.term)

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from manylora_shared.errors import InvalidRequest
-from manylora_shared.stores.adapter_tokenizer import _FILE_NAMES, brought_by, differences
+from manylora_shared.stores.adapter_tokenizer import FILE_NAMES, brought_by, differences
 
 from tests.fuzz.harness import Harness
 
@@ -18,10 +18,10 @@ def run(data: bytes) -> None:
     """{file name: its document, or its text}"""
     try:
         given = json.loads(data)
-        files = {name: given[name] for name in _FILE_NAMES if name in given}
+        files = {name: given[name] for name in FILE_NAMES if name in given}
     except (ValueError, TypeError, RecursionError):
         return
-    for name in _FILE_NAMES:
+    for name in FILE_NAMES:
         (_FOLDER / name).unlink(missing_ok=True)
     for name, content in files.items():
         text = content if isinstance(content, str) else json.dumps(content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -88,27 +89,43 @@ def _reader(mark: str) -> Callable[[], str | None]:
 def _turn(client: SyncClient, talk: Talk, text: str, options: dict[str, Any]) -> bool:
     """Whether it was answered."""
     talk.turns.append({"role": "user", "content": text})
-    answer = ""
+    answer, is_stopped = "", False
     stream = client.generate(talk.messages(), adapter=talk.adapter, **options)
+
+    def stop(*_: object) -> None:
+        nonlocal is_stopped
+        is_stopped = True
+        stream.cancel()
+
+    before = signal.signal(signal.SIGINT, stop)  # and no KeyboardInterrupt, which may come anywhere
     try:
         for event in stream:
             if isinstance(event, Delta):
                 answer += event.text
                 write(event.text)
-        _tell_end(stream.result())
-    except KeyboardInterrupt:
-        say("\n(stopped)")
     except RequestFailed as error:
-        if answer:
-            write("\n")
-        report(error, as_json=False)
-        talk.turns.pop()
-        if error.reason == NO_CHAT_TEMPLATE:
-            say("`manylora generate` sends text as it is")
-            raise typer.Exit(EXIT_FAILED) from None
-        return False
+        if not is_stopped:
+            return _taken_back(talk, answer, error)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if is_stopped:
+        say("\n(stopped)")
+    else:
+        _tell_end(stream.result())
     talk.turns.append({"role": "assistant", "content": answer})
     return True
+
+
+def _taken_back(talk: Talk, answer: str, error: RequestFailed) -> bool:
+    """False, or typer.Exit where no other turn can be answered either."""
+    if answer:
+        write("\n")
+    report(error, as_json=False)
+    talk.turns.pop()
+    if error.reason == NO_CHAT_TEMPLATE:
+        say("`manylora generate` sends text as it is")
+        raise typer.Exit(EXIT_FAILED) from None
+    return False
 
 
 def _tell_end(result: Result) -> None:
