@@ -20,6 +20,7 @@ class Detokenizer(Protocol):
 
 _REPLACEMENT = "\ufffd"
 _MAX_HELD_TOKENS = 8  # a character is at most four single-byte tokens; a U+FFFD that outlives this many is meant
+_MAX_SILENT_TOKENS = 64  # of a beginning without text, which may have a space that the decoder strips there alone
 _MAX_CONTEXT_TRIES = 16
 _MAX_PREFIX_TOKENS = 32
 
@@ -52,7 +53,8 @@ class WindowDetokenizer:
     def _push_one(self, token_id: int) -> str:
         self._held.append(token_id)
         text = self._decode(self._prefix + self._held)
-        return self._take(text) if self._is_certain(text) or len(self._held) >= _MAX_HELD_TOKENS else ""
+        limit = _MAX_HELD_TOKENS if text else _MAX_SILENT_TOKENS
+        return self._take(text) if self._is_certain(text) or len(self._held) >= limit else ""
 
     def _is_certain(self, text: str) -> bool:
         return not text.endswith(_REPLACEMENT) and len(text) > self._num_known(text)
