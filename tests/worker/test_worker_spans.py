@@ -26,7 +26,7 @@ async def test_swaps_are_counted_and_stand_in_the_spans_of_their_requests(thread
     """Six requests want four blocks each of eight."""
     telemetry = Telemetry.recording("worker")
     settings = config(num_blocks=8, sequence_slots=3, host_kv_mb=16 * 2**18 / 2**20, prefix_cache_share=0.0)
-    engine = make_engine(settings, threaded=threaded, step_s=0.0)
+    engine = make_engine(settings, threaded=threaded, step_s=0.001 if threaded else 0.0)  # they meet
     async with running_worker(telemetry=telemetry, settings=settings, engine=engine) as worker:
         calls = [worker.execute(message(f"r{i}", tenant_id="ab"[i % 2], max_tokens=58)) for i in range(6)]
         await asyncio.gather(*(collect(call) for call in calls))
