@@ -44,6 +44,10 @@ def read(document: dict[str, Any]) -> tuple[Constraint | None, list[str]]:
         ({"structured_outputs": {"json_object": True}}, Constraint(ConstraintKind.JSON_OBJECT)),
         ({"structured_outputs": {"regex": "a+"}}, Constraint(ConstraintKind.REGEX, "a+")),
         ({"structured_outputs": {"grammar": "start: A"}}, Constraint(ConstraintKind.GRAMMAR, "start: A")),
+        (
+            {"structured_outputs": {"regex": "a+", "disable_fallback": True, "whitespace_pattern": None}},
+            Constraint(ConstraintKind.REGEX, "a+"),
+        ),
         ({"structured_outputs": {"choice": ["a", "b"]}}, Constraint.of_choices(iter(["a", "b"]))),
     ],
 )
@@ -61,6 +65,11 @@ def test_each_form_is_read(document: dict[str, Any], constraint: Constraint | No
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs."),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+        (
+            {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+            "structured_outputs.disable_additional_properties",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(document: dict[str, Any], field: str) -> None:

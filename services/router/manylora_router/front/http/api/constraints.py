@@ -12,8 +12,8 @@ from manylora_router.front.http.fields import Fields, is_unicode
 FORMAT = "response_format"
 OUTPUTS = "structured_outputs"
 _TEXTS = {"regex": ConstraintKind.REGEX, "grammar": ConstraintKind.GRAMMAR}
-# What vLLM's callers say of how a mask is made: it is made in one way here.
-_HARMLESS = ("disable_fallback", "disable_additional_properties", "disable_any_whitespace", "whitespace_pattern")
+# What is so here whatever they say: there is nothing to fall back to, and no white space between a document's parts.
+_HARMLESS = ("disable_fallback", "disable_any_whitespace")
 
 
 def read_constraint(fields: Fields) -> tuple[Constraint | None, str]:
@@ -58,6 +58,8 @@ def _of_outputs(outputs: Fields) -> Constraint | None:
     elif choices is not None:
         outputs.wrong("choice", "must be a list of strings")
     outputs.ignore(*_HARMLESS)
+    outputs.only("disable_additional_properties", False)  # the schema says it
+    outputs.only("whitespace_pattern")
     if len(found) > 1:
         outputs.wrong("", "has more than one constraint: one is kept")
     return found[0] if found else None
