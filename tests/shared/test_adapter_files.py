@@ -27,6 +27,8 @@ from manylora_shared.stores.adapter_files import (
 )
 from manylora_sim.adapter_files import MemoryAdapterFiles
 
+from tests.frozen_heap import frozen_heap
+
 CONFIG = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
 WEIGHTS = b"safetensors" * 100
 
@@ -248,6 +250,16 @@ def keys(number: int, last: str = "") -> bytes:
     return b"{" + b",".join(b'"%x":0' % index for index in range(number)) + last.encode() + b"}"
 
 
+def parsing_s(config: bytes) -> float:
+    with frozen_heap(), suppress(InvalidRequest):
+        before_s = time.thread_time()
+        try:
+            parse_config(config)
+        finally:
+            taken_s = time.thread_time() - before_s
+    return taken_s
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -263,18 +275,12 @@ def keys(number: int, last: str = "") -> bytes:
 )
 def test_a_large_configuration_costs_little(config: bytes) -> None:
     assert len(config) > 290_000
-    before_s = time.thread_time()
-    with suppress(InvalidRequest):
-        parse_config(config)
-    assert time.thread_time() - before_s < 0.1
+    assert parsing_s(config) < 0.1
 
 
 @pytest.mark.parametrize("config", [keys(16_383), keys(16_382, ',"1":1'), b'{"r":[' + b"[]," * 8_190 + b"0]}"])
 def test_as_many_values_as_may_be_cost_little(config: bytes) -> None:
-    before_s = time.thread_time()
-    with suppress(InvalidRequest):
-        parse_config(config)
-    assert time.thread_time() - before_s < 0.1
+    assert parsing_s(config) < 0.1
     with pytest.raises(InvalidRequest, match="more than 16384"):
         parse_config(config.replace(b"{", b'{"r":[[],[]],', 1))
 
