@@ -6,9 +6,12 @@ import random
 import zlib
 
 import pytest
+from manylora_scheduler.core.request import FlowKey
 from manylora_scheduler.serving import clock_codec
 from manylora_scheduler.serving.clock_codec import Legacy, decode, encode
-from manylora_shared.fairness.queue_succession import FlowSnapshot, Snapshot
+from manylora_shared.fairness.fair_queue import FairQueue
+from manylora_shared.fairness.queue_succession import FlowSnapshot, Snapshot, take_snapshot
+from manylora_shared.fairness.seam import Share
 from manylora_shared.ids import QosClass, RequestId
 
 from tests.scheduler.helpers import flow
@@ -30,6 +33,17 @@ def test_a_clock_comes_back_from_its_bytes(monkeypatch: pytest.MonkeyPatch, step
     for seed in range(40):
         legacy = some_legacy(seed)
         assert decode(b"".join(encode(legacy))) == legacy
+
+
+def test_a_flow_whose_weight_fell_under_its_reservations_comes_back() -> None:
+    """Seed 282 of the simulation: the next leader read no clock at all."""
+    queue: FairQueue[FlowKey, str] = FairQueue()
+    queue.adopt("r", flow("t"), share=Share(8), reserve=100)
+    queue.set_share(flow("t"), Share(1))
+    taken = take_snapshot(queue)
+    assert taken.flows[0].settled < 0
+    legacy = Legacy(Snapshot(taken.clock, taken.flows, (), {}), {})
+    assert decode(b"".join(encode(legacy))) == legacy
 
 
 @pytest.mark.parametrize(

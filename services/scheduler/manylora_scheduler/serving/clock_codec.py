@@ -90,7 +90,7 @@ def decode(data: bytes) -> Legacy:
                         flow = FlowKey(TenantId(str(tenant)), QosClass(qos_class))
                         flows.append(flow)
                         if weight:
-                            known.append(FlowSnapshot(flow, _whole(weight), _whole(tag), bool(queued)))
+                            known.append(FlowSnapshot(flow, _whole(weight), _tag(tag), bool(queued)))
                 case "reserved":
                     reserved += [(RequestId(str(r)), _flow(flows, i), _whole(left)) for r, i, left in value]
                 case "counted":
@@ -120,6 +120,11 @@ def _whole(value: Any) -> int:
     if type(value) is not int or not 0 <= value < _MAX_WHOLE:
         raise ValueError(f"{str(value)[:40]} is no count")
     return value
+
+
+def _tag(value: Any) -> int:
+    """Below 0 where a flow's weight fell while much was reserved for it: its tag stayed."""
+    return -_whole(-value) if type(value) is int and value < 0 else _whole(value)
 
 
 def _flow(flows: list[FlowKey], index: int) -> FlowKey:
