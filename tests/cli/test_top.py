@@ -78,7 +78,8 @@ async def test_it_draws_on_a_terminal_and_restores_it(address: str, router: Fake
     loop = asyncio.get_running_loop()
     loop.add_reader(own, lambda: shown.extend(os.read(own, 65536)))  # all the time: what writes to it waits else
     command = [sys.executable, "-m", "manylora", "top", "--interval", "0.2"]
-    environment = {**os.environ, "MANYLORA_SERVER": address, "TERM": "xterm"}
+    sized = {"COLUMNS": "120", "LINES": "30"}  # a test run in parallel has others, which go before the terminal's
+    environment = {**os.environ, "MANYLORA_SERVER": address, "TERM": "xterm", **sized}
     process = await asyncio.create_subprocess_exec(*command, stdin=its, stdout=its, stderr=its, env=environment)
     try:
         async with asyncio.timeout(60):
