@@ -49,10 +49,11 @@ class WebFolder:
         self._connection: http.client.HTTPConnection | None = None
         self._answer: http.client.HTTPResponse | None = None
         self._reading = threading.Lock()
+        self._is_closed = False
 
     def open(self, name: str) -> tuple[int | None, Iterator[bytes]] | None:
         """(size where it is told, content); None: there is none. Raises InvalidRequest, ServiceUnavailable."""
-        with self._reading:
+        with self._alone():
             try:
                 return self._open(name)
             except BaseException:
@@ -60,12 +61,25 @@ class WebFolder:
                 raise
 
     def close(self) -> None:
-        """From any thread: ends a read under way."""
+        """From any thread, for good: ends a read under way."""
+        self._is_closed = True
         connection = self._connection
         if connection is not None and connection.sock is not None:
             with contextlib.suppress(OSError):  # it has ended by itself
                 connection.sock.shutdown(socket.SHUT_RDWR)
-        if self._reading.acquire(blocking=False):  # else the reader drops it: its read fails now
+        self._drop_unread()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        try:
+            with self._reading:
+                yield
+        finally:
+            if self._is_closed:
+                self._drop_unread()
+
+    def _drop_unread(self) -> None:
+        if self._reading.acquire(blocking=False):  # else who reads drops it behind its read, which ends now
             try:
                 self._drop()
             finally:
@@ -135,7 +149,7 @@ class WebFolder:
             )
 
     def _read(self, answer: http.client.HTTPResponse, name: str) -> bytes:
-        with self._reading:
+        with self._alone():
             try:
                 return answer.read1(_READ_BYTES)
             except (OSError, ValueError, http.client.HTTPException) as error:
