@@ -147,11 +147,12 @@ def check_windows(calls: Sequence[Call], leased: Sequence[tuple[float, int]], *,
 
 
 def deliveries(calls: Sequence[Call]) -> list[tuple[float, int]]:
-    """When callers got how many tokens, in order of time: prompts included, with their first frame, less what was
-    cached of them. Where the end was not seen, all of the prompt may have been."""
+    """When callers got how many tokens, in order of time: what was computed of prompts included, with their first
+    frame, less what was cached of them. Where the end was not seen, all of the prompt may have been."""
     got: list[tuple[float, int]] = []
     for call in calls:
-        prompt = 0 if call.finished is None else len(call.prompt) - call.finished.usage.cached_prompt_tokens
+        usage = call.finished.usage if call.finished is not None else common_pb2.Usage()
+        prompt = usage.prompt_tokens - usage.cached_prompt_tokens
         for at, frame in zip(call.frame_times, call.frames, strict=True):
             tokens = prompt * frame.HasField("started") + len(frame.delta.token_ids)
             got.append((at, tokens))
