@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from manylora_shared.errors import FieldViolation, InvalidRequest
@@ -66,7 +66,7 @@ class BucketAdapterFiles:
 
     async def problem(self, uid: AdapterUid) -> str:
         try:
-            found = await asyncio.to_thread(digest_of, self._bucket, object_path(uid), self._limits)
+            found = await asyncio.to_thread(self._digest, uid)
         except InvalidRequest as e:
             return e.message
         return "" if found == uid else f"the files are not what was registered: their digest is {found}"
@@ -81,6 +81,9 @@ class BucketAdapterFiles:
 
     async def collect(self, referenced: Collection[AdapterUid], *, now_unix_s: float, older_than_s: float) -> list[str]:
         return await asyncio.to_thread(self._remove_old, OBJECTS, frozenset(referenced), now_unix_s - older_than_s)
+
+    def _digest(self, uid: AdapterUid) -> str:
+        return digest_of(self._bucket, stored_files(self._bucket, object_path(uid), self._limits))
 
     def _import_from(self, incoming: str, store_path: str) -> BroughtTokenizer:
         parts = store_path.split("/")
@@ -137,7 +140,7 @@ class BucketAdapterFiles:
             return True
 
 
-def sizes_of(bucket: Bucket, folder: str, limits: dict[str, int]) -> dict[str, StoredObject]:
+def stored_files(bucket: Bucket, folder: str, limits: dict[str, int]) -> dict[str, StoredObject]:
     """Of an adapter's files, by name. Raises InvalidRequest: one is missing or too large."""
     found: dict[str, StoredObject] = {}
     problems: list[FieldViolation] = []
@@ -154,9 +157,11 @@ def sizes_of(bucket: Bucket, folder: str, limits: dict[str, int]) -> dict[str, S
     return found
 
 
-def digest_of(bucket: Bucket, folder: str, limits: dict[str, int], into: Path | None = None) -> str:
-    """Of the adapter there; into: writes the files, as they are read. Raises InvalidRequest, ServiceUnavailable."""
-    files = sizes_of(bucket, folder, limits)
+def digest_of(bucket: Bucket, files: Mapping[str, StoredObject], into: Path | None = None) -> str:
+    """Of an adapter's files as `stored_files` found them; into: writes them, as they are read.
+
+    Raises InvalidRequest, also where they have changed since; ServiceUnavailable.
+    """
     try:
         config = b"".join(bucket.parts(files[CONFIG_NAME]))
         digest = uid_digest(parse_config(config))

@@ -64,8 +64,11 @@ class DiskCache:
                 with (folder / name).open("rb") as file:
                     os.fsync(file.fileno())
             os.fsync(lock)
-            with suppress(FileExistsError, OSError):  # another has brought the same
+            try:
                 os.rename(folder, self._folder(uid))
+            except OSError:
+                if not self.has(uid):  # else another has brought the same
+                    raise
             _sync(self._objects)
         finally:
             os.close(lock)

@@ -69,7 +69,7 @@ _VLLM = (Attribute.ENGINE, Attribute.MODEL)
 _GENAI = (Attribute.GENAI_OPERATION, Attribute.MODEL)
 
 
-def _old(
+def _from_otlp(
     otlp: str, kind: Kind, service: Service, help: str, labels: Sequence[str] = (), unit: str = "", name: str = ""
 ) -> Metric:
     buckets = _MS if kind == "histogram" else ()
@@ -130,24 +130,26 @@ class Metrics:
     GENAI_TTFT = _genai("gen_ai.server.time_to_first_token", "Time to the first token", _SECONDS)
     GENAI_TPOT = _genai("gen_ai.server.time_per_output_token", "Time for each token after the first", _TOKEN_SECONDS)
     # what is left of the error budget is 1 - bad / ((1 - target) * (good + bad))
-    SLO_REQUESTS = _old(
+    SLO_REQUESTS = _from_otlp(
         "manylora.slo.requests", "counter", "router", "Requests, good or bad", (*_FLOW, Attribute.VERDICT)
     )
-    SLO_AVAILABILITY_TARGET = _old(
+    SLO_AVAILABILITY_TARGET = _from_otlp(
         "manylora.slo.availability_target", "gauge", "router", "Part of requests that is to be good", _FLOW
     )
-    SLO_FIRST_TOKENS = _old(
+    SLO_FIRST_TOKENS = _from_otlp(
         "manylora.slo.first_tokens", "counter", "router", "First tokens, in time or late", (*_FLOW, Attribute.VERDICT)
     )
-    SLO_TTFT = _old("manylora.slo.ttft_ms", "histogram", "router", "Time to the first token", _FLOW, "ms")
-    SLO_TPOT = _old("manylora.slo.tpot_ms", "histogram", "router", "Time for each token after the first", _FLOW, "ms")
+    SLO_TTFT = _from_otlp("manylora.slo.ttft_ms", "histogram", "router", "Time to the first token", _FLOW, "ms")
+    SLO_TPOT = _from_otlp(
+        "manylora.slo.tpot_ms", "histogram", "router", "Time for each token after the first", _FLOW, "ms"
+    )
     LIVE_REQUESTS = Metric("live_requests", "gauge", "router", "Requests that run now", otlp="manylora.live_requests")
     WORKERS = Metric("workers", "gauge", "router", "Workers that are registered", otlp="manylora.workers")
     HAS_LEADER = Metric(
         "scheduler_reachable", "gauge", "router", "1: this router has a leader", otlp="manylora.scheduler.reachable"
     )
-    CIRCUITS = _old("manylora.circuits", "gauge", "router", "Circuits that refuse", (Attribute.KIND,))
-    QUARANTINED_PROMPTS = _old("manylora.quarantined_prompts", "gauge", "router", "Prompts that are not run")
+    CIRCUITS = _from_otlp("manylora.circuits", "gauge", "router", "Circuits that refuse", (Attribute.KIND,))
+    QUARANTINED_PROMPTS = _from_otlp("manylora.quarantined_prompts", "gauge", "router", "Prompts that are not run")
 
     CERTIFICATE_EXPIRY = Metric(
         "certificate_expiry_timestamp_seconds",
@@ -160,20 +162,22 @@ class Metrics:
 
     # of the scheduler; of one that stands by only LEADING and ETCD_USED_PART
     LEADING = Metric("scheduler_leading", "gauge", "scheduler", "1: it leads", otlp="manylora.scheduler.leading")
-    OVERLOAD_LEVEL = _old("manylora.overload.level", "gauge", "scheduler", "Level of the ladder")
-    OVERLOAD_TENANTS = _old("manylora.overload.tenants", "gauge", "scheduler", "Tenants with a level of their own")
-    OVERLOAD_GIVEN_UP = _old(
+    OVERLOAD_LEVEL = _from_otlp("manylora.overload.level", "gauge", "scheduler", "Level of the ladder")
+    OVERLOAD_TENANTS = _from_otlp(
+        "manylora.overload.tenants", "gauge", "scheduler", "Tenants with a level of their own"
+    )
+    OVERLOAD_GIVEN_UP = _from_otlp(
         "manylora.overload.given_up",
         "counter",
         "scheduler",
         "What was given up",
         (Attribute.QOS_CLASS, Attribute.STAGE),
     )
-    NOISY_NEIGHBOURS = _old("manylora.noisy_neighbours", "gauge", "scheduler", "Noisy tenants", (Attribute.KIND,))
-    ADAPTER_EVICTIONS = _old(
+    NOISY_NEIGHBOURS = _from_otlp("manylora.noisy_neighbours", "gauge", "scheduler", "Noisy tenants", (Attribute.KIND,))
+    ADAPTER_EVICTIONS = _from_otlp(
         "manylora.adapter_evictions", "counter", "scheduler", "Adapters that left a device", (Attribute.KIND,)
     )
-    UNMET_PINS = _old("manylora.unmet_pins", "gauge", "scheduler", "Pins whose adapter is not on its device")
+    UNMET_PINS = _from_otlp("manylora.unmet_pins", "gauge", "scheduler", "Pins whose adapter is not on its device")
     CONNECTED_WORKERS = Metric(
         "scheduler_connected_workers",
         "gauge",
@@ -181,7 +185,7 @@ class Metrics:
         "Workers whose stream stands",
         otlp="manylora.scheduler.connected_workers",
     )
-    ETCD_USED_PART = _old("manylora.etcd.used_part", "gauge", "scheduler", "Used part of etcd's quota")
+    ETCD_USED_PART = _from_otlp("manylora.etcd.used_part", "gauge", "scheduler", "Used part of etcd's quota")
 
     # of the worker
     KV_IN_USE = Metric("kv_bytes_in_use", "gauge", "worker", "KV blocks that a tenant holds", _TENANT, "By")
@@ -239,11 +243,13 @@ class Metrics:
         otlp="manylora.slots_used_ratio",
     )
     STEPS = Metric("engine_steps", "counter", "worker", "Forward passes", otlp="manylora.engine_steps")
-    PREEMPTIONS = _old("manylora.preemptions", "counter", "worker", "Of all tenants", name="manylora_preemptions")
-    KV_EVICTIONS = _old("manylora.kv.evictions", "counter", "worker", "Of all tenants")
-    KV_SWAPS = _old("manylora.kv.swaps", "counter", "worker", "Sequences swapped", (Attribute.DIRECTION,))
-    KV_SWAPPED_BYTES = _old("manylora.kv.swapped_bytes", "counter", "worker", "KV copied", (Attribute.DIRECTION,), "By")
-    KV_HOST_BYTES = _old("manylora.kv.host_bytes", "gauge", "worker", "KV in host memory", unit="By")
+    PREEMPTIONS = _from_otlp("manylora.preemptions", "counter", "worker", "Of all tenants", name="manylora_preemptions")
+    KV_EVICTIONS = _from_otlp("manylora.kv.evictions", "counter", "worker", "Of all tenants")
+    KV_SWAPS = _from_otlp("manylora.kv.swaps", "counter", "worker", "Sequences swapped", (Attribute.DIRECTION,))
+    KV_SWAPPED_BYTES = _from_otlp(
+        "manylora.kv.swapped_bytes", "counter", "worker", "KV copied", (Attribute.DIRECTION,), "By"
+    )
+    KV_HOST_BYTES = _from_otlp("manylora.kv.host_bytes", "gauge", "worker", "KV in host memory", unit="By")
 
     # of the worker, in vLLM's names
     VLLM_RUNNING = _vllm("num_requests_running", "gauge", "Sequences in a slot")

@@ -54,9 +54,8 @@ class SourceRule:
     private: bool = False  # its host may be on a private network, and speak plain http
 
     def covers(self, url: str, tenant_id: str, *, is_operator: bool) -> bool:
-        place = (
-            url.partition("@")[0] if url.startswith("hf://") else url
-        )  # a rule is of a repository, not of a revision
+        # a rule is of a repository, not of a revision
+        place = url.partition("@")[0] if url.startswith("hf://") else url
         return f"{place}/".startswith(self.prefix) and (is_operator or bool(self.tenants & {tenant_id, ANYBODY}))
 
 

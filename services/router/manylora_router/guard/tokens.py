@@ -21,7 +21,7 @@ MAX_TOKEN_CHARS = 8 * 1024
 REFUSED_S = 10.0  # for so long a wrong token is known to be one
 MAX_KNOWN = 4_096
 
-KeyState = Literal["known", "unknown", "asked"]  # asked: the issuer's keys are being fetched
+KeyState = Literal["unknown", "asked"]  # asked: the issuer's keys are being fetched
 KeyOf = Callable[["Issuer", str | None], jwt.PyJWK | KeyState]
 
 

@@ -414,16 +414,16 @@ class EngineCore:
         """Where one takes long, none is waited for any more: its sequence is not planned, and the others are."""
         waits = True
         for sequence in list(self._masking):
+            if sequence.is_finished:
+                del self._masking[sequence]
+                continue
             matcher = sequence.matcher
             assert matcher is not None
-            if not sequence.is_finished:
-                if not matcher.is_done(waits=waits):
-                    waits = False
-                    continue
-                sequence.awaits_mask = False
-            del self._masking[sequence]
-            if sequence.is_finished:
+            if not matcher.is_done(waits=waits):
+                waits = False
                 continue
+            del self._masking[sequence]
+            sequence.awaits_mask = False
             if matcher.error:
                 message = f"the constraint cannot be kept: {matcher.error}"
                 self._endings.end_request(sequence.group, FinishReason.ERROR, message, now)

@@ -13,9 +13,8 @@ from manylora_worker.engine.outbox import RequestEnd
 from manylora_worker.hosting.waiter import Waiter
 from manylora_worker.kinds.api import EngineRequest, TokenOutput
 
-PAUSE_UNREAD_TOKENS = (
-    1024  # over its choices, and of its prompt where they are told; what is on its way from the engine comes on top
-)
+# over its choices, and of its prompt where they are told; what is on its way from the engine comes on top
+PAUSE_UNREAD_TOKENS = 1024
 
 
 class EndKind(enum.Enum):

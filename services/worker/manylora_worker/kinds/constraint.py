@@ -39,6 +39,8 @@ class CompiledConstraint(Protocol):
 
 def kept_bars(mask: bytes, bars: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
     """None of them where the constraint allows no other token: it goes before them."""
+    if not bars:
+        return bars
     allowed = int.from_bytes(mask, "little")
     if allowed.bit_count() > len(bars):
         return bars

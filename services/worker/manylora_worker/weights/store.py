@@ -12,7 +12,7 @@ from manylora_shared.errors import InvalidRequest
 from manylora_shared.ids import AdapterUid
 from manylora_shared.stores.adapter_files import INCOMING, object_path, resolve_inside
 from manylora_shared.stores.bucket import Bucket
-from manylora_shared.stores.bucket_files import LIMITS, digest_of, sizes_of
+from manylora_shared.stores.bucket_files import LIMITS, digest_of, stored_files
 from manylora_shared.stores.disk_cache import DiskCache
 
 
@@ -91,16 +91,16 @@ class BucketStore:
         if self._cache.has(uid):
             return
         folder = lent or object_path(uid)
-        sizes = {name: stored.size_bytes for name, stored in sizes_of(self._bucket, folder, LIMITS).items()}
+        files = stored_files(self._bucket, folder, LIMITS)
 
         def fill(into: Path) -> None:
-            found = digest_of(self._bucket, folder, LIMITS, into)
+            found = digest_of(self._bucket, files, into)
             if found != uid:
                 raise InvalidRequest.of(
                     "adapter", f"the adapter store's files are not what was registered: their digest is {found}"
                 )
 
-        self._cache.put(uid, sizes, fill)
+        self._cache.put(uid, {name: stored.size_bytes for name, stored in files.items()}, fill)
 
     def held(self, uid: AdapterUid, lent: str | None) -> AbstractContextManager[Path]:
         return self._cache.held(uid)

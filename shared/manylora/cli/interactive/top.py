@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -251,13 +251,11 @@ async def show(target: Target, interval_s: float) -> None:
     loop, console, view = asyncio.get_running_loop(), Console(highlight=False), View()
     pressed: asyncio.Queue[str] = asyncio.Queue()
     async with target.client() as client:
-        seen: list[Seen] = [Seen(await client.status(), loop.time())]
-        problem = ""
+        now, before, problem = Seen(await client.status(), loop.time()), None, ""
         with _keys(pressed), Live(console=console, screen=True, auto_refresh=False) as live:
             asked_at = loop.time()
             while True:
-                lines = console.size.height
-                live.update(screen(view, seen[-1], _before(seen), lines=lines, problem=problem), refresh=True)
+                live.update(screen(view, now, before, lines=console.size.height, problem=problem), refresh=True)
                 try:
                     async with asyncio.timeout_at(asked_at + interval_s):
                         if not view.press(await pressed.get()):
@@ -266,14 +264,10 @@ async def show(target: Target, interval_s: float) -> None:
                 except TimeoutError:
                     asked_at = loop.time()
                 try:
-                    seen = [*seen[-1:], Seen(await client.status(timeout_s=max(2.0, interval_s)), loop.time())]
-                    problem = ""
+                    status = await client.status(timeout_s=max(2.0, interval_s))
+                    now, before, problem = Seen(status, loop.time()), now, ""
                 except RequestFailed as error:
                     problem = str(error)
-
-
-def _before(seen: Sequence[Seen]) -> Seen | None:
-    return seen[-2] if len(seen) > 1 else None
 
 
 @contextlib.contextmanager
