@@ -2,59 +2,58 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, Protocol, TypeVar
+from manylora_shared.transport.base import methods_of
 
-from google.protobuf.message import Message
-from manylora_shared.transport.base import Method, methods_of
-
+from manylora.client.caller import DEFAULT_TIMEOUT_S, Caller
 from manylora.client.cluster import AdapterLine
 from manylora.client.messages import line_from
 from manylora.v1 import admin_pb2
 
 _ADMIN = methods_of(admin_pb2.DESCRIPTOR.services_by_name["AdminService"])
-_TIMEOUT_S = 30.0
 
 
-class Caller(Protocol):
-    async def call(
-        self, method: Method, request: Message, *, timeout_s: float | None, repeatable: bool = True
-    ) -> Any: ...
-
-
-C = TypeVar("C", bound=Caller)
-
-
-class AdapterLines(Generic[C]):
-    def __init__(self, caller: C) -> None:
+class AdapterLines:
+    def __init__(self, caller: Caller) -> None:
         self._caller = caller
 
     async def rollout(
-        self, tenant_id: str, name: str, *, to: int, percent: int, sticky: str = "", timeout_s: float = _TIMEOUT_S
+        self,
+        tenant_id: str,
+        name: str,
+        *,
+        to: int,
+        percent: int,
+        sticky: str = "",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> AdapterLine:
         """sticky: request, conversation or user; empty: request."""
         request = admin_pb2.RolloutAdapterRequest(tenant_id=tenant_id, name=name, to=to, percent=percent, sticky=sticky)
         return line_from((await self._caller.call(_ADMIN["RolloutAdapter"], request, timeout_s=timeout_s)).line)
 
-    async def promote(self, tenant_id: str, name: str, *, to: int = 0, timeout_s: float = _TIMEOUT_S) -> AdapterLine:
+    async def promote(
+        self, tenant_id: str, name: str, *, to: int = 0, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> AdapterLine:
         """to: 0 is the rollout's version, or else the newest."""
         request = admin_pb2.PromoteAdapterRequest(tenant_id=tenant_id, name=name, to=to)
         return line_from(
             (await self._caller.call(_ADMIN["PromoteAdapter"], request, timeout_s=timeout_s, repeatable=False)).line
         )
 
-    async def rollback(self, tenant_id: str, name: str, *, timeout_s: float = _TIMEOUT_S) -> AdapterLine:
+    async def rollback(self, tenant_id: str, name: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> AdapterLine:
         """Not repeated by itself: a second one would go a version further back."""
         request = admin_pb2.RollbackAdapterRequest(tenant_id=tenant_id, name=name)
         return line_from(
             (await self._caller.call(_ADMIN["RollbackAdapter"], request, timeout_s=timeout_s, repeatable=False)).line
         )
 
-    async def retire(self, tenant_id: str, name: str, number: int, *, timeout_s: float = _TIMEOUT_S) -> AdapterLine:
+    async def retire(
+        self, tenant_id: str, name: str, number: int, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> AdapterLine:
         request = admin_pb2.RetireAdapterRequest(tenant_id=tenant_id, name=name, number=number)
         return line_from(
             (await self._caller.call(_ADMIN["RetireAdapter"], request, timeout_s=timeout_s, repeatable=False)).line
         )
 
-    async def history(self, tenant_id: str, name: str, *, timeout_s: float = _TIMEOUT_S) -> AdapterLine:
+    async def history(self, tenant_id: str, name: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> AdapterLine:
         request = admin_pb2.GetAdapterLineRequest(tenant_id=tenant_id, name=name)
         return line_from((await self._caller.call(_ADMIN["GetAdapterLine"], request, timeout_s=timeout_s)).line)

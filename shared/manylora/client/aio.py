@@ -11,9 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
 
-from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
-from manylora_shared.errors import Code, FieldViolation, RpcError
+from manylora_shared.errors import Code, RpcError
 from manylora_shared.metadata import (
     ADAPTER_KEY,
     CLASS_KEY,
@@ -23,13 +22,12 @@ from manylora_shared.metadata import (
     TRACEPARENT_KEY,
 )
 from manylora_shared.sampling import Sampling
-from manylora_shared.tenancy.identity import bearer
-from manylora_shared.transport.base import Channel, Method, Stream, Transport, methods_of
-from manylora_shared.transport.grpc_transport import UNREACHABLE, GrpcTransport
-from manylora_shared.transport.handling import check_size
+from manylora_shared.transport.base import Stream, Transport, methods_of
+from manylora_shared.transport.grpc_transport import GrpcTransport
 
 from manylora.client.adapter_lines import AdapterLines
 from manylora.client.answers import Collector, Event, RequestFailed, Result
+from manylora.client.caller import DEFAULT_TIMEOUT_S, Caller, deadline_of, left_s_of, printable
 from manylora.client.cluster import (
     AdapterInfo,
     ClusterStatus,
@@ -41,7 +39,7 @@ from manylora.client.cluster import (
 )
 from manylora.client.credentials import find_ca, find_key, trusting
 from manylora.client.folder import AdapterFolder, upload_parts
-from manylora.client.keys import DEFAULT_TIMEOUT_S, Keys
+from manylora.client.keys import Keys
 from manylora.client.messages import (
     adapter_from,
     change_from,
@@ -51,13 +49,12 @@ from manylora.client.messages import (
     status_from,
     tenant_from,
 )
-from manylora.client.prompts import Prompt, refuse, set_chat_options, set_prompt
-from manylora.client.retry import DEFAULT_RETRY, RetryBudget, RetryPolicy
+from manylora.client.prompts import Prompt, set_chat_options, set_prompt
+from manylora.client.retry import DEFAULT_RETRY, RetryPolicy
 from manylora.client.routers import connect
 from manylora.v1 import admin_pb2, common_pb2, inference_pb2
 
 DEFAULT_SERVER = "127.0.0.1:7070"
-_HTTP_SERVER = "http1.x server"  # grpc's words of one
 
 Progress = Callable[[int, int], None]  # called with (bytes sent, bytes in all)
 
@@ -87,82 +84,6 @@ class GenerateOptions(TypedDict, total=False):
     traceparent: str
 
 
-class _Caller:
-    def __init__(self, server: str, channel: Channel, key: str, retry: RetryPolicy | None, rng: random.Random) -> None:
-        self._server = server
-        self.channel = channel
-        self._credentials = _printable(bearer(key))
-        self.retry = retry
-        self.budget = RetryBudget(retry or DEFAULT_RETRY)
-        self.rng = rng
-        self.is_closed = False
-
-    def check_open(self) -> None:
-        if self.is_closed:
-            raise closed()
-
-    def stream(
-        self,
-        method: Method,
-        request: Message | None = None,
-        *,
-        timeout_s: float | None,
-        metadata: Mapping[str, str] | None = None,
-    ) -> Stream:
-        if request is not None:
-            check_size(request)
-        return self.channel.stream(
-            method, request, timeout=timeout_s, metadata={**(metadata or {}), **self._credentials}
-        )
-
-    async def wait_to_repeat(
-        self, error: RpcError, attempt: int, deadline: float | None, *, repeatable: bool = True
-    ) -> bool:
-        """False (at once) where there shall be no next attempt."""
-        delay_s = self.retry.delay_s(error, attempt, self.rng, repeatable=repeatable) if self.retry else None
-        if delay_s is None or (deadline is not None and time.monotonic() + delay_s >= deadline):
-            return False
-        if not self.budget.spend():
-            return False
-        await asyncio.sleep(delay_s)
-        return True
-
-    async def call(
-        self,
-        method: Method,
-        request: Message,
-        *,
-        timeout_s: float | None,
-        metadata: Mapping[str, str] | None = None,
-        repeatable: bool = True,
-    ) -> Any:
-        self.check_open()
-        deadline = _deadline(timeout_s)
-        sent = {**(metadata or {}), **self._credentials}
-        self.budget.on_call()
-        attempt = 1
-        while True:
-            try:
-                check_size(request)
-                return await self.channel.call(method, request, timeout=_left_s(deadline), metadata=sent)
-            except RpcError as error:
-                if not await self.wait_to_repeat(error, attempt, deadline, repeatable=repeatable):
-                    raise self.failed(error) from None
-            attempt += 1
-
-    def failed(self, error: RpcError, result: Result | None = None) -> RequestFailed:
-        failed = RequestFailed.of(error, result)
-        if error.label != UNREACHABLE:
-            return failed
-        if _HTTP_SERVER in error.message:
-            message = (
-                f"{self._server} speaks HTTP/1.1: gRPC, which this client speaks, has another port (7070 by default)"
-            )
-        else:
-            message = f"nothing answers at {self._server}; is `manylora up` running? ({error.message})"
-        return RequestFailed(failed.code, message, reason=failed.reason, result=result)
-
-
 # idle -> (connecting, maybe several attempts) -> running -> ended. Attempts are repeated only before the first frame.
 class GenerateStream:
     """The events of one request, in order: one Started, Deltas, one Finished. One reader.
@@ -172,7 +93,7 @@ class GenerateStream:
 
     def __init__(
         self,
-        caller: _Caller,
+        caller: Caller,
         request: inference_pb2.GenerateRequest,
         metadata: Mapping[str, str],
         timeout_s: float | None,
@@ -180,7 +101,7 @@ class GenerateStream:
         self._caller = caller
         self._request = request
         self._metadata = metadata
-        self._deadline = _deadline(timeout_s)
+        self._deadline = deadline_of(timeout_s)
         self._stream: Stream | None = None
         self._collector = Collector()
         self._told: collections.deque[Event] = collections.deque()  # of the last frame, what was not given out yet
@@ -244,7 +165,7 @@ class GenerateStream:
         attempt = 1
         while True:
             stream = self._caller.stream(
-                _INFERENCE["Generate"], self._request, timeout_s=_left_s(self._deadline), metadata=self._metadata
+                _INFERENCE["Generate"], self._request, timeout_s=left_s_of(self._deadline), metadata=self._metadata
             )
             self._stream = stream
             try:
@@ -256,7 +177,7 @@ class GenerateStream:
 
 
 class Tenants:
-    def __init__(self, caller: _Caller) -> None:
+    def __init__(self, caller: Caller) -> None:
         self._caller = caller
 
     async def apply(
@@ -298,7 +219,7 @@ class Tenants:
         return lifted_from(await self._caller.call(_ADMIN["LiftQuarantine"], request, timeout_s=timeout_s))
 
 
-class Adapters(AdapterLines[_Caller]):
+class Adapters(AdapterLines):
     async def add(
         self,
         tenant_id: str,
@@ -409,7 +330,7 @@ class Client:
         self._tenant = tenant
         credentials = find_key(server) if key is None else key
         transport = transport or GrpcTransport(tls=trusting(find_ca(server) if tls_ca is None else tls_ca))
-        self._caller = _Caller(server, connect(transport, server), credentials, retry, random.Random())
+        self._caller = Caller(server, connect(transport, server), credentials, retry, random.Random())
         self.tenants = Tenants(self._caller)
         self.keys = Keys(self._caller)
         self.adapters = Adapters(self._caller)
@@ -519,18 +440,6 @@ class Client:
         await self.close()
 
 
-def _deadline(timeout_s: float | None) -> float | None:
-    return None if timeout_s is None else time.monotonic() + timeout_s
-
-
-def _left_s(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
-
-
-def closed() -> RequestFailed:
-    return RequestFailed(Code.FAILED_PRECONDITION.name, "this client is closed")
-
-
 def _metadata(
     *,
     tenant: str,
@@ -548,15 +457,4 @@ def _metadata(
         IDEMPOTENCY_KEY: idempotency_key,
         TRACEPARENT_KEY: traceparent,
     }
-    return _printable({key: value for key, value in values.items() if value})
-
-
-def _printable(sent: dict[str, str]) -> dict[str, str]:
-    # the message repeats no value
-    violations = [
-        FieldViolation(key, "must be printable ASCII")
-        for key, value in sent.items()
-        if not (value.isascii() and value.isprintable())
-    ]
-    refuse(violations)
-    return sent
+    return printable({key: value for key, value in values.items() if value})

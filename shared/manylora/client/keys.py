@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
 
-from google.protobuf.message import Message
-from manylora_shared.transport.base import Method, methods_of
+from manylora_shared.transport.base import methods_of
 
+from manylora.client.caller import DEFAULT_TIMEOUT_S, Caller
 from manylora.client.cluster import KeyInfo
 from manylora.client.messages import key_from
 from manylora.v1 import admin_pb2
 
-DEFAULT_TIMEOUT_S = 30.0  # of calls with one answer; streams have no deadline unless one is given
 _ADMIN = methods_of(admin_pb2.DESCRIPTOR.services_by_name["AdminService"])
-
-
-class _Caller(Protocol):
-    def call(
-        self, method: Method, request: Message, *, timeout_s: float | None, repeatable: bool = True
-    ) -> Awaitable[Any]: ...
 
 
 class Keys:
     """Only an operator's key may call these."""
 
-    def __init__(self, caller: _Caller) -> None:
+    def __init__(self, caller: Caller) -> None:
         self._caller = caller
 
     async def create(

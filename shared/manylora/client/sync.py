@@ -17,9 +17,9 @@ from manylora.client.aio import (
     GenerateOptions,
     GenerateStream,
     Progress,
-    closed,
 )
 from manylora.client.answers import Event, Result
+from manylora.client.caller import DEFAULT_TIMEOUT_S, closed
 from manylora.client.cluster import (
     AdapterInfo,
     AdapterLine,
@@ -31,7 +31,6 @@ from manylora.client.cluster import (
     TenantInfo,
     VerifiedAdapter,
 )
-from manylora.client.keys import DEFAULT_TIMEOUT_S
 from manylora.client.prompts import Prompt
 from manylora.client.retry import DEFAULT_RETRY, RetryPolicy
 

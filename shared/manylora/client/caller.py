@@ -1,0 +1,122 @@
+"""What all parts of a client call with: its credentials, deadlines and repetitions, and its words for errors."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf.message import Message
+from manylora_shared.errors import Code, FieldViolation, RpcError
+from manylora_shared.tenancy.identity import bearer
+from manylora_shared.transport.base import Channel, Method, Stream
+from manylora_shared.transport.grpc_transport import UNREACHABLE
+from manylora_shared.transport.handling import check_size
+
+from manylora.client.answers import RequestFailed, Result
+from manylora.client.prompts import refuse
+from manylora.client.retry import DEFAULT_RETRY, RetryBudget, RetryPolicy
+
+DEFAULT_TIMEOUT_S = 30.0  # of calls with one answer; streams have no deadline unless one is given
+_HTTP_SERVER = "http1.x server"  # grpc's words of one
+
+
+class Caller:
+    def __init__(self, server: str, channel: Channel, key: str, retry: RetryPolicy | None, rng: random.Random) -> None:
+        self._server = server
+        self.channel = channel
+        self._credentials = printable(bearer(key))
+        self.retry = retry
+        self.budget = RetryBudget(retry or DEFAULT_RETRY)
+        self.rng = rng
+        self.is_closed = False
+
+    def check_open(self) -> None:
+        if self.is_closed:
+            raise closed()
+
+    def stream(
+        self,
+        method: Method,
+        request: Message | None = None,
+        *,
+        timeout_s: float | None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> Stream:
+        if request is not None:
+            check_size(request)
+        return self.channel.stream(
+            method, request, timeout=timeout_s, metadata={**(metadata or {}), **self._credentials}
+        )
+
+    async def wait_to_repeat(
+        self, error: RpcError, attempt: int, deadline: float | None, *, repeatable: bool = True
+    ) -> bool:
+        """False (at once) where there shall be no next attempt."""
+        delay_s = self.retry.delay_s(error, attempt, self.rng, repeatable=repeatable) if self.retry else None
+        if delay_s is None or (deadline is not None and time.monotonic() + delay_s >= deadline):
+            return False
+        if not self.budget.spend():
+            return False
+        await asyncio.sleep(delay_s)
+        return True
+
+    async def call(
+        self,
+        method: Method,
+        request: Message,
+        *,
+        timeout_s: float | None,
+        metadata: Mapping[str, str] | None = None,
+        repeatable: bool = True,
+    ) -> Any:
+        self.check_open()
+        deadline = deadline_of(timeout_s)
+        sent = {**(metadata or {}), **self._credentials}
+        self.budget.on_call()
+        attempt = 1
+        while True:
+            try:
+                check_size(request)
+                return await self.channel.call(method, request, timeout=left_s_of(deadline), metadata=sent)
+            except RpcError as error:
+                if not await self.wait_to_repeat(error, attempt, deadline, repeatable=repeatable):
+                    raise self.failed(error) from None
+            attempt += 1
+
+    def failed(self, error: RpcError, result: Result | None = None) -> RequestFailed:
+        failed = RequestFailed.of(error, result)
+        if error.label != UNREACHABLE:
+            return failed
+        if _HTTP_SERVER in error.message:
+            message = (
+                f"{self._server} speaks HTTP/1.1: gRPC, which this client speaks, has another port (7070 by default)"
+            )
+        else:
+            message = f"nothing answers at {self._server}; is `manylora up` running? ({error.message})"
+        return RequestFailed(failed.code, message, reason=failed.reason, result=result)
+
+
+def deadline_of(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else time.monotonic() + timeout_s
+
+
+def left_s_of(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def closed() -> RequestFailed:
+    return RequestFailed(Code.FAILED_PRECONDITION.name, "this client is closed")
+
+
+def printable(sent: dict[str, str]) -> dict[str, str]:
+    # the message repeats no value
+    violations = [
+        FieldViolation(key, "must be printable ASCII")
+        for key, value in sent.items()
+        if not (value.isascii() and value.isprintable())
+    ]
+    refuse(violations)
+    return sent
