@@ -226,7 +226,7 @@ class FakeRouter:
         line = admin_pb2.AdapterLine(in_force=1, versions=[_adapter(request.tenant_id, request.name) for _ in range(3)])
         line.versions[1].number, line.versions[2].number, line.versions[2].retired_unix_s = 2, 3, 9.0
         line.rollout.CopyFrom(admin_pb2.AdapterRollout(to=2, percent=10, sticky="user"))
-        line.events.add(at_unix_s=0.0, change="rollout", number=2, percent=10, why="as asked")
+        line.events.add(at_unix_s=0.0, change="rollout", number=2, percent=10)
         return getattr(admin_pb2, type(request).__name__.replace("Request", "Response"))(line=line)
 
     async def create_key(self, request: admin_pb2.CreateKeyRequest, call: ServerCall) -> admin_pb2.CreateKeyResponse:

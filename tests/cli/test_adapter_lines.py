@@ -20,4 +20,4 @@ async def test_each_call_returns_the_line_as_it_is_after_it(address: str, router
     for line in lines:
         assert [(v.number, bool(v.retired_unix_s)) for v in line.versions] == [(1, False), (2, False), (3, True)]
         assert line.rollout is not None
-        assert (line.in_force, line.rollout.to, line.events[0].why) == (1, 2, "as asked")
+        assert (line.in_force, line.rollout.to, line.events[0].percent) == (1, 2, 10)

@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 from manylora_shared.sampling import Sampling
 
-from manylora.cli.output import DEFAULT_SERVER, Json, Key, Server, Tenant, connect, run, trust, usage_error, write
+from manylora.cli.adapter_commands import adapter_app
+from manylora.cli.output import DEFAULT_SERVER, Json, Key, Server, connect, run, trust, usage_error, write
 from manylora.cli.sampling_options import with_sampling_options
-from manylora.cli.version_commands import adapter_app
 
 DEFAULT_PORT = 7070
 HTTP_PORT_STEP = 10  # from the first router's port to its HTTP API's
@@ -502,68 +502,6 @@ def key_revoke(
     from manylora.cli import keys
 
     run(keys.revoke(connect(server, key), key_id, as_json=as_json), as_json=as_json)
-
-
-@adapter_app.command("add")
-def adapter_add(
-    name: Annotated[str, typer.Argument(help="Its name in the tenant's namespace.")],
-    path: Annotated[
-        str,
-        typer.Argument(
-            help="A PEFT folder; s3://BUCKET/PREFIX, https://HOST/PATH or hf://ORG/NAME[@REVISION], which a router "
-            "reads; or `store:PATH` inside the cluster's adapter store."
-        ),
-    ],
-    tenant: Tenant,
-    as_json: Json = False,
-    server: Server = DEFAULT_SERVER,
-    key: Key = None,
-) -> None:
-    """Upload, check and register an adapter."""
-    from manylora.cli import adapters
-
-    run(adapters.add(connect(server, key), tenant, name, path, as_json=as_json), as_json=as_json)
-
-
-@adapter_app.command("list")
-def adapter_list(
-    tenant: Annotated[str, typer.Option(help="Only this tenant's.")] = "",
-    as_json: Json = False,
-    server: Server = DEFAULT_SERVER,
-    key: Key = None,
-) -> None:
-    """List adapters."""
-    from manylora.cli import adapters
-
-    run(adapters.list_all(connect(server, key), tenant, as_json=as_json), as_json=as_json)
-
-
-@adapter_app.command("verify")
-def adapter_verify(
-    name: Annotated[str, typer.Argument(help="One adapter of --tenant; without it all.")] = "",
-    tenant: Annotated[str, typer.Option(help="Only this tenant's.")] = "",
-    as_json: Json = False,
-    server: Server = DEFAULT_SERVER,
-    key: Key = None,
-) -> None:
-    """Compare adapters' files in the store with their digests; exit code 1 where one is damaged."""
-    from manylora.cli import adapters
-
-    run(adapters.verify(connect(server, key), tenant, name, as_json=as_json), as_json=as_json)
-
-
-@adapter_app.command("remove")
-def adapter_remove(
-    name: Annotated[str, typer.Argument()],
-    tenant: Tenant,
-    as_json: Json = False,
-    server: Server = DEFAULT_SERVER,
-    key: Key = None,
-) -> None:
-    """Remove an adapter's name; requests in flight end as they would have."""
-    from manylora.cli import adapters
-
-    run(adapters.remove(connect(server, key), tenant, name, as_json=as_json), as_json=as_json)
 
 
 @app.command()

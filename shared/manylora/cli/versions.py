@@ -44,8 +44,7 @@ async def history(target: Target, tenant: str, name: str, *, as_json: bool) -> N
     for event in line.events:
         before = f", before it {event.before}" if event.before else ""
         percent = f" to {event.percent} %" if event.change == "rollout" else ""
-        why = f": {event.why}" if event.why else ""
-        write(f"{_time(event.at_unix_s)} {event.change} {event.number}{percent}{before}{why}\n")
+        write(f"{_time(event.at_unix_s)} {event.change} {event.number}{percent}{before}\n")
 
 
 def _state(line: AdapterLine, number: int, retired_unix_s: float) -> str:

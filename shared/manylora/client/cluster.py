@@ -75,7 +75,6 @@ class AdapterEvent:
     number: int
     before: int
     percent: int
-    why: str
 
 
 @dataclass(frozen=True)

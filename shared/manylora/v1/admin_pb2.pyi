@@ -374,20 +374,18 @@ class AdapterRollout(_message.Message):
     def __init__(self, to: _Optional[int] = ..., percent: _Optional[int] = ..., sticky: _Optional[str] = ...) -> None: ...
 
 class AdapterEvent(_message.Message):
-    __slots__ = ("at_unix_s", "change", "number", "before", "percent", "why")
+    __slots__ = ("at_unix_s", "change", "number", "before", "percent")
     AT_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     CHANGE_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     BEFORE_FIELD_NUMBER: _ClassVar[int]
     PERCENT_FIELD_NUMBER: _ClassVar[int]
-    WHY_FIELD_NUMBER: _ClassVar[int]
     at_unix_s: float
     change: str
     number: int
     before: int
     percent: int
-    why: str
-    def __init__(self, at_unix_s: _Optional[float] = ..., change: _Optional[str] = ..., number: _Optional[int] = ..., before: _Optional[int] = ..., percent: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
+    def __init__(self, at_unix_s: _Optional[float] = ..., change: _Optional[str] = ..., number: _Optional[int] = ..., before: _Optional[int] = ..., percent: _Optional[int] = ...) -> None: ...
 
 class LiftQuarantineRequest(_message.Message):
     __slots__ = ("tenant_id", "local_only")

@@ -73,7 +73,6 @@ class LineEvent:
     number: int  # the version that it is about: after a promotion or rollback the one in force
     before: int = 0  # that was in force before; 0: the same
     percent: int = 0
-    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ class Line:
         new = replace(version, number=self.versions[-1].number + 1)
         return self._told(LineEvent(now_unix_s, Change.ADD, new.number), others=(*self.others, new)), new
 
-    def roll_out(self, to: int, percent: int, sticky: str, salt: str, now_unix_s: float, why: str = "") -> Self:
+    def roll_out(self, to: int, percent: int, sticky: str, salt: str, now_unix_s: float) -> Self:
         """`salt`: of a rollout that is new."""
         self._served(to)
         if to == self.in_force.number:
@@ -144,28 +143,28 @@ class Line:
         before = self.rollout
         if before is not None and (before.to, before.sticky) == (to, sticky):
             salt = before.salt
-        event = LineEvent(now_unix_s, Change.ROLLOUT, to, percent=percent, why=why)
+        event = LineEvent(now_unix_s, Change.ROLLOUT, to, percent=percent)
         return self._told(event, rollouts=(Rollout(to, percent, sticky, salt),))
 
-    def promote(self, to: int, now_unix_s: float, why: str = "") -> Self:
+    def promote(self, to: int, now_unix_s: float) -> Self:
         """Puts a version in force for all, and ends a rollout. 0: the rollout's, or else the newest."""
         rollout = self.rollout
         number = to or (rollout.to if rollout is not None else self.served[-1].number)
         version = self._served(number)
         if version == self.in_force and rollout is None:
             return self
-        event = LineEvent(now_unix_s, Change.PROMOTE, number, before=self.in_force.number, why=why)
+        event = LineEvent(now_unix_s, Change.PROMOTE, number, before=self.in_force.number)
         return self._in_force(version, event)
 
-    def roll_back(self, now_unix_s: float, why: str = "") -> Self:
+    def roll_back(self, now_unix_s: float) -> Self:
         """Ends a rollout; where there is none, the version that was in force before the last promotion is again."""
         if self.rollout is not None:
-            event = LineEvent(now_unix_s, Change.ROLLBACK, self.in_force.number, before=self.in_force.number, why=why)
+            event = LineEvent(now_unix_s, Change.ROLLBACK, self.in_force.number, before=self.in_force.number)
             return self._told(event, rollouts=())
         number = self._before()
         if number is None:
             raise LineProblem("name", "no version was in force before this one, or it is retired")
-        event = LineEvent(now_unix_s, Change.ROLLBACK, number, before=self.in_force.number, why=why)
+        event = LineEvent(now_unix_s, Change.ROLLBACK, number, before=self.in_force.number)
         return self._in_force(self._served(number), event)
 
     def retire(self, number: int, now_unix_s: float) -> Self:

@@ -1,4 +1,4 @@
-"""The commands on an adapter's versions and their options; `versions` does what they say."""
+"""The commands on adapters and their versions, and their options; `adapters` and `versions` do what they say."""
 
 from __future__ import annotations
 
@@ -17,6 +17,68 @@ adapter_app = typer.Typer(help="Adapters in tenants' namespaces.", no_args_is_he
 
 
 @adapter_app.command()
+def add(
+    name: Annotated[str, typer.Argument(help="Its name in the tenant's namespace.")],
+    path: Annotated[
+        str,
+        typer.Argument(
+            help="A PEFT folder; s3://BUCKET/PREFIX, https://HOST/PATH or hf://ORG/NAME[@REVISION], which a router "
+            "reads; or `store:PATH` inside the cluster's adapter store."
+        ),
+    ],
+    tenant: Tenant,
+    as_json: Json = False,
+    server: Server = DEFAULT_SERVER,
+    key: Key = None,
+) -> None:
+    """Upload, check and register an adapter."""
+    from manylora.cli import adapters
+
+    run(adapters.add(connect(server, key), tenant, name, path, as_json=as_json), as_json=as_json)
+
+
+@adapter_app.command("list")
+def list_all(
+    tenant: Annotated[str, typer.Option(help="Only this tenant's.")] = "",
+    as_json: Json = False,
+    server: Server = DEFAULT_SERVER,
+    key: Key = None,
+) -> None:
+    """List adapters."""
+    from manylora.cli import adapters
+
+    run(adapters.list_all(connect(server, key), tenant, as_json=as_json), as_json=as_json)
+
+
+@adapter_app.command()
+def verify(
+    name: Annotated[str, typer.Argument(help="One adapter of --tenant; without it all.")] = "",
+    tenant: Annotated[str, typer.Option(help="Only this tenant's.")] = "",
+    as_json: Json = False,
+    server: Server = DEFAULT_SERVER,
+    key: Key = None,
+) -> None:
+    """Compare adapters' files in the store with their digests; exit code 1 where one is damaged."""
+    from manylora.cli import adapters
+
+    run(adapters.verify(connect(server, key), tenant, name, as_json=as_json), as_json=as_json)
+
+
+@adapter_app.command()
+def remove(
+    name: Annotated[str, typer.Argument()],
+    tenant: Tenant,
+    as_json: Json = False,
+    server: Server = DEFAULT_SERVER,
+    key: Key = None,
+) -> None:
+    """Remove an adapter's name; requests in flight end as they would have."""
+    from manylora.cli import adapters
+
+    run(adapters.remove(connect(server, key), tenant, name, as_json=as_json), as_json=as_json)
+
+
+@adapter_app.command()
 def rollout(
     name: Annotated[str, typer.Argument()],
     to: Annotated[int, typer.Option(help="The version.", min=1)],
@@ -29,10 +91,13 @@ def rollout(
 ) -> None:
     """Give a version to a share of the requests."""
 
-    def make(adapters: Adapters) -> Awaitable[AdapterLine]:
-        return adapters.rollout(tenant, name, to=to, percent=percent, sticky=sticky)
-
-    _run(server, key, name, make, as_json=as_json)
+    _run(
+        server,
+        key,
+        name,
+        lambda adapters: adapters.rollout(tenant, name, to=to, percent=percent, sticky=sticky),
+        as_json=as_json,
+    )
 
 
 @adapter_app.command()
@@ -46,10 +111,7 @@ def promote(
 ) -> None:
     """Put a version in force for all."""
 
-    def make(adapters: Adapters) -> Awaitable[AdapterLine]:
-        return adapters.promote(tenant, name, to=to)
-
-    _run(server, key, name, make, as_json=as_json)
+    _run(server, key, name, lambda adapters: adapters.promote(tenant, name, to=to), as_json=as_json)
 
 
 @adapter_app.command()
@@ -62,10 +124,7 @@ def rollback(
 ) -> None:
     """End a rollout; where there is none, take the last promotion back."""
 
-    def make(adapters: Adapters) -> Awaitable[AdapterLine]:
-        return adapters.rollback(tenant, name)
-
-    _run(server, key, name, make, as_json=as_json)
+    _run(server, key, name, lambda adapters: adapters.rollback(tenant, name), as_json=as_json)
 
 
 @adapter_app.command()
@@ -79,10 +138,7 @@ def retire(
 ) -> None:
     """Take a version out that nobody gets."""
 
-    def make(adapters: Adapters) -> Awaitable[AdapterLine]:
-        return adapters.retire(tenant, name, number)
-
-    _run(server, key, name, make, as_json=as_json)
+    _run(server, key, name, lambda adapters: adapters.retire(tenant, name, number), as_json=as_json)
 
 
 @adapter_app.command()
