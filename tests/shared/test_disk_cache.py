@@ -65,3 +65,17 @@ def test_the_second_of_the_same_bytes_is_dropped(tmp_path: Path) -> None:
     put(cache, UIDS[0])
     put(cache, UIDS[0])
     assert cache.used_bytes == 100
+
+
+def test_what_cannot_be_put_in_place_is_told_unless_another_has_brought_it(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path, 300)
+    (tmp_path / "objects" / UIDS[0]).write_bytes(b"in the way")
+    with pytest.raises(NotADirectoryError):
+        put(cache, UIDS[0])
+
+    def beside(folder: Path) -> None:
+        (folder / "a").write_bytes(b"x" * 100)
+        put(DiskCache(tmp_path, 300), UIDS[1])
+
+    cache.put(UIDS[1], {"a": 100}, beside)
+    assert cache.has(UIDS[1])
