@@ -29,7 +29,7 @@ def compose() -> dict[str, Any]:
 
 def test_compose_has_the_cluster_and_the_observability_profile(compose: dict[str, Any]) -> None:
     services = compose["services"]
-    assert services.keys() == CLUSTER | OBSERVABILITY
+    assert services.keys() == CLUSTER | OBSERVABILITY | {"certs"}
     assert {name for name, service in services.items() if service.get("profiles") == ["observability"]} == OBSERVABILITY
     assert "version" not in compose, "Compose v2 calls it obsolete"
 
@@ -38,8 +38,9 @@ def test_healthchecks_gate_the_start(compose: dict[str, Any]) -> None:
     services = compose["services"]
     for name in CLUSTER:
         assert services[name]["healthcheck"]["test"][0] == "CMD"
-        for needed in services[name].get("depends_on", {}).values():
-            assert needed == {"condition": "service_healthy"}
+        for needed, condition in services[name]["depends_on"].items():
+            done = "service_completed_successfully" if needed == "certs" else "service_healthy"
+            assert condition == {"condition": done}
     assert services["router"]["depends_on"].keys() == CLUSTER - {"router"}
 
 
@@ -66,8 +67,16 @@ def test_commands_are_settings_of_the_services(compose: dict[str, Any]) -> None:
         assert config.etcd == "etcd:2379"
         assert config.advertise == f"{name}:{config.listen.rpartition(':')[2]}"
         assert config.listen.rpartition(":")[2] in service["healthcheck"]["test"][-1]
+        assert config.tls_files is not None
+        assert not config.allow_plain_text
         if name == "router":
             assert any(config.operator_key_file.startswith(v.split(":")[1] + "/") for v in service["volumes"])
+
+
+def test_the_certificate_names_every_service(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    assert set(services["certs"]["command"]) == {f"--host={name}" for name in CLUSTER}
+    assert [name for name in CLUSTER if "tls:/var/lib/manylora/tls:ro" not in services[name]["volumes"]] == []
 
 
 def default_of(value: str) -> str:

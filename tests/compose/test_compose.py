@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import socket
+import ssl
 import subprocess
 import time
 import urllib.error
@@ -19,6 +20,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from manylora.client import Client, ClusterStatus, RequestFailed, Sampling
@@ -90,6 +92,10 @@ class Cluster:
     receiver: Receiver
     key: str
     """The operator's."""
+    tls_ca: Path
+
+    def client(self, **more: Any) -> Client:
+        return Client(self.server, **{"key": self.key, "tls_ca": str(self.tls_ca), **more})
 
 
 def find_compose() -> tuple[str, ...]:
@@ -113,7 +119,7 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     command = find_compose()
     receiver = Receiver()
     port, http_port = free_port(), free_port()
@@ -136,7 +142,9 @@ def cluster() -> Iterator[Cluster]:
         engine.compose(*up, timeout_s=START_TIMEOUT_S)
         wait_until_healthy(engine)
         key = engine.compose("exec", "-T", "router", "cat", "/var/lib/manylora/keys/operator.key").strip()
-        yield Cluster(engine, f"127.0.0.1:{port}", f"127.0.0.1:{http_port}", receiver, key)
+        tls_ca = tmp_path_factory.mktemp("tls") / "ca.pem"
+        tls_ca.write_text(engine.compose("exec", "-T", "router", "cat", "/var/lib/manylora/tls/ca.pem"))
+        yield Cluster(engine, f"127.0.0.1:{port}", f"127.0.0.1:{http_port}", receiver, key, tls_ca)
     except BaseException:
         print(engine.compose("logs", "--no-color", "--tail=60", check=False))
         raise
@@ -186,31 +194,59 @@ def test_only_the_router_is_published_and_on_loopback_only(cluster: Cluster) -> 
 
 
 def test_the_router_speaks_openais_api(cluster: Cluster) -> None:
-    with urllib.request.urlopen(f"http://{cluster.http}/ready", timeout=10) as answer:
+    context = ssl.create_default_context(cafile=cluster.tls_ca)
+    with urllib.request.urlopen(f"https://{cluster.http}/ready", timeout=10, context=context) as answer:
         assert answer.status == 200
     with pytest.raises(urllib.error.HTTPError) as raised:
-        urllib.request.urlopen(f"http://{cluster.http}/v1/models", timeout=10)
+        urllib.request.urlopen(f"https://{cluster.http}/v1/models", timeout=10, context=context)
     raised.value.close()
     assert raised.value.code == 401
 
 
 async def test_nobody_calls_without_a_key_or_past_the_router(cluster: Cluster) -> None:
-    async with Client(cluster.server, key="") as client:
+    async with cluster.client(key="") as client:
         with pytest.raises(RequestFailed) as raised:
             await client.status()
         assert raised.value.code == "UNAUTHENTICATED"
+    assert asked_scheduler(cluster, "grpc.insecure_channel('scheduler:7071')") == "UNAVAILABLE"
+    assert asked_scheduler(cluster, "secure(ca)") == "UNAVAILABLE"
+    assert asked_scheduler(cluster, "secure(ca, key, cert)") == "UNAUTHENTICATED"
+
+
+def asked_scheduler(cluster: Cluster, channel: str) -> str:
+    """What the scheduler answers to who is on the containers' network, and does not know the peers' secret."""
     probe = (
-        "import grpc\n"
-        "channel = grpc.insecure_channel('scheduler:7071')\n"
+        "import grpc, pathlib\n"
+        "folder = pathlib.Path('/var/lib/manylora/tls')\n"
+        "ca, key, cert = ((folder / name).read_bytes() for name in ('ca.pem', 'service.key', 'service.pem'))\n"
+        "secure = lambda *of: grpc.secure_channel('scheduler:7071', grpc.ssl_channel_credentials(*of))\n"
+        f"channel = {channel}\n"
         "try: channel.unary_unary('/manylora.v1.SchedulerService/GetSchedulerStatus')(b'', timeout=10)\n"
         "except grpc.RpcError as e: print(e.code().name)"
     )
-    answer = cluster.engine.docker("exec", cluster.engine.container("router"), "python", "-c", probe)
-    assert answer.strip() == "UNAUTHENTICATED"
+    return cluster.engine.docker("exec", cluster.engine.container("router"), "python", "-c", probe).strip()
+
+
+def test_metrics_and_etcd_are_read_over_tls_alone(cluster: Cluster) -> None:
+    probe = (
+        "import ssl, sys, urllib.request\n"
+        "context = ssl.create_default_context(cafile='/var/lib/manylora/tls/ca.pem')\n"
+        "try: print(urllib.request.urlopen(sys.argv[1], timeout=10, context=context).status)\n"
+        "except OSError as e: print('refused')"
+    )
+    container = cluster.engine.container("router")
+    for url, expected in {
+        "https://worker-0:9464/metrics": "200",
+        "https://scheduler:9464/metrics": "200",
+        "http://worker-0:9464/metrics": "refused",
+        "https://etcd:2379/version": "refused",  # without a certificate of one's own
+        "http://etcd:2379/version": "refused",
+    }.items():
+        assert cluster.engine.docker("exec", container, "python", "-c", probe, url).strip() == expected, url
 
 
 async def test_four_tenants_get_their_own_adapters_answers(cluster: Cluster) -> None:
-    async with Client(cluster.server, key=cluster.key) as client:
+    async with cluster.client() as client:
         status = await client.status()
         assert sorted(worker.worker_id for worker in status.workers) == ["worker-0", "worker-1"]
         versions = await measure.set_up(client)
@@ -226,7 +262,7 @@ async def test_four_tenants_get_their_own_adapters_answers(cluster: Cluster) -> 
 async def test_a_foreign_adapter_is_answered_like_one_that_is_not_there(cluster: Cluster) -> None:
     mine, other = measure.TENANTS[:2]
     failures = []
-    async with Client(cluster.server, key=cluster.key, tenant=mine.tenant) as client:
+    async with cluster.client(tenant=mine.tenant) as client:
         for adapter in (other.skill.adapter, "nowhere"):
             with pytest.raises(RequestFailed) as raised:
                 await client.complete(skills.prompt("ab3"), adapter=adapter)
@@ -239,7 +275,7 @@ async def test_a_request_is_one_trace_over_three_services(cluster: Cluster) -> N
     sampling = Sampling(temperature=0)
     requests = {}
     for tenant in measure.TENANTS:
-        async with Client(cluster.server, key=cluster.key, tenant=tenant.tenant) as client:
+        async with cluster.client(tenant=tenant.tenant) as client:
             prompt = skills.prompt("ab3")
             result = await client.complete(
                 prompt, adapter=tenant.skill.adapter, qos_class="interactive", max_tokens=32, sampling=sampling
@@ -287,7 +323,7 @@ async def received_traces(receiver: Receiver, request_ids: set[str]) -> dict[str
 async def test_a_killed_worker_is_replaced_by_the_other_and_comes_back(cluster: Cluster) -> None:
     tenant = measure.TENANTS[0]
     victim = cluster.engine.container("worker-1")
-    async with Client(cluster.server, key=cluster.key, tenant=tenant.tenant) as client:
+    async with cluster.client(tenant=tenant.tenant) as client:
         cluster.engine.docker("kill", "--signal=KILL", victim)
         results = await asyncio.gather(
             *(

@@ -61,6 +61,7 @@ async def by_grpc(cluster: UpCluster, planted: Planted) -> None:
         "a wrong key": {"authorization": f"Bearer {planted.key('a wrong key')}"},
         "basic": {"authorization": f"Basic {planted('basic')}"},
         "bare": {"authorization": planted("bare")},
+        "a wrong token": {"authorization": f"Bearer eyJhbGciOiJFUzI1NiJ9.{planted('claims')}.{planted('signature')}"},
         "api key": {"x-api-key": planted("api key")},
         "two": {"authorization": f"Bearer x, Bearer {planted.key('two')}"},
     }.items():
@@ -114,6 +115,7 @@ def by_http(cluster: UpCluster, planted: Planted) -> None:
     for headers in (
         {"Authorization": f"Bearer {planted.key('http key')}"},
         {"Authorization": f"Basic {planted('http basic')}", "X-Api-Key": planted("http x-api-key")},
+        {"Authorization": f"Bearer eyJhbGciOiJSUzI1NiJ9.{planted('http claims')}.{planted('http signature')}"},
         {"Cookie": planted("cookie")},
     ):
         for path in ("/v1/completions", f"/v1/{planted('path')}?key={planted('query')}", "/v1/load_lora_adapter"):

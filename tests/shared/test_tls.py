@@ -69,6 +69,15 @@ async def test_a_certificate_of_another_host_or_of_the_past_is_refused(tmp_path:
     await server.stop(0)
 
 
+async def test_a_clients_certificate_of_the_past_is_refused(tmp_path: Path) -> None:
+    old = made(tmp_path, now=NOW - datetime.timedelta(days=400))
+    shows = Tls(old)
+    server = await GrpcTransport(tls=Tls(made(tmp_path), asks_clients=True)).serve("127.0.0.1:0", [echo_service()])
+    assert await asked(server.address, shows) is Code.UNAVAILABLE
+    assert await asked(server.address, Tls(made(tmp_path))) is Code.OK
+    await server.stop(0)
+
+
 async def test_certificates_are_exchanged_while_they_are_used(tmp_path: Path) -> None:
     """A stream goes on, new calls have the new ones, at both ends; nothing fails."""
     files = made(tmp_path)
@@ -129,6 +138,12 @@ def test_http_takes_new_certificates(tmp_path: Path) -> None:
     assert _presented(context, tmp_path / certs.CA) == before
     assert tls.refresh()
     assert _presented(context, tmp_path / certs.CA) != before
+
+
+def test_http_is_trusted_by_nobody_with_a_certificate_of_the_past(tmp_path: Path) -> None:
+    files = made(tmp_path, now=NOW - datetime.timedelta(days=400))
+    with pytest.raises(ssl.SSLCertVerificationError, match="certificate has expired"):
+        _presented(Tls(files).server_context(), tmp_path / certs.CA)
 
 
 def _presented(server: ssl.SSLContext, ca: Path) -> bytes | None:
