@@ -13,8 +13,11 @@ from typing import Any, TypeVar
 from manylora.demo import BASE_FOLDER
 from manylora.v1 import admin_pb2, common_pb2, inference_pb2, worker_pb2
 from manylora_router.front.http.routes import Routes
+from manylora_router.text.constraints import ConstraintCheck
 from manylora_router.text.service import HfTextService
-from manylora_shared.errors import Code, ManyloraError
+from manylora_shared.constraints.constraint import Constraint
+from manylora_shared.constraints.grammar import refusal
+from manylora_shared.errors import Code, FieldViolation, ManyloraError
 from manylora_sim import loop as simulation
 
 sys.path.append(str(Path(__file__).parents[1] / "router"))
@@ -29,6 +32,11 @@ class _InlineText(HfTextService):
 
     async def _in_thread(self, function: Callable[..., _T], *arguments: object) -> _T:
         return function(*arguments)
+
+
+class _InlineConstraints(ConstraintCheck):
+    async def violation(self, tenant: str, constraint: Constraint) -> FieldViolation | None:
+        return refusal(constraint)
 
 
 async def _echo(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
@@ -47,6 +55,7 @@ class _Router:
         self.loop = simulation.SimLoop(1, limit_s=_HORIZON_S, max_events=sys.maxsize)
         self.cluster = RouterCluster(seed=1, text=_InlineText.load(BASE_FOLDER), script=_echo, delay_s=0.0001)
         self.run(self.cluster.start())
+        self.cluster.app.door.intake._constraints = _InlineConstraints()
         self.key = self.run(self.cluster.put_key(scopes=("gateway", "operator")))
         self.run(asyncio.sleep(0.1))
         self.routes = Routes(self.cluster.app.door)

@@ -20,6 +20,7 @@ LEEWAY_S = 30.0
 MAX_TOKEN_CHARS = 8 * 1024
 REFUSED_S = 10.0  # for so long a wrong token is known to be one
 MAX_KNOWN = 4_096
+_LAST_S = 253_402_300_799.0  # the year 9999
 
 KeyState = Literal["unknown", "asked"]  # asked: the issuer's keys are being fetched
 KeyOf = Callable[["Issuer", str | None], jwt.PyJWK | KeyState]
@@ -180,8 +181,8 @@ def _digest(token: str) -> bytes:
 
 def _time(claims: Mapping[str, Any], name: str) -> float:
     value = claims[name]
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Unauthenticated(f"this token's claim {name} is no number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LAST_S:
+        raise Unauthenticated(f"this token's claim {name} is no time")
     return float(value)
 
 

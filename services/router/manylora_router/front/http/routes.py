@@ -22,6 +22,7 @@ from manylora_shared.tenancy.identity import Scope
 from manylora_shared.transport.handling import error_of
 
 from manylora_router.front.gate import account_of, own_tenant
+from manylora_router.front.http import openapi
 from manylora_router.front.http.api import asked
 from manylora_router.front.http.api.adapters import load, unload
 from manylora_router.front.http.api.answers import Door
@@ -42,6 +43,7 @@ _OPEN: Mapping[str, Mapping[str, Handler]] = {  # to everybody
     "/ping": {"GET": health, "POST": health},
     "/ready": {"GET": ready},
     "/version": {"GET": version},
+    openapi.PATH: {"GET": openapi.describe},
 }
 _GUARDED: Mapping[str, Mapping[str, Handler]] = {
     "/v1/completions": {"POST": complete},

@@ -46,7 +46,7 @@ HARMLESS = (
     "verbosity",
 )
 # Known to others' servers, and not built: with the values that ask for nothing.
-_NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
+NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "store": (False,),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
@@ -144,7 +144,7 @@ def read(
     if constraint is not None:
         names[constraint.field] = constraint_name
     form = _form(fields, model or base_model, top_logprobs, names)
-    for name, neutral in _NOT_BUILT.items():
+    for name, neutral in NOT_BUILT.items():
         fields.only(name, *neutral)
     fields.ignore(*HARMLESS)
     return request, form

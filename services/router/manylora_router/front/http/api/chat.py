@@ -19,7 +19,7 @@ from manylora_router.front.http.exchange import Exchange
 from manylora_router.front.http.fields import Fields
 from manylora_router.guard.admission import RequestInput
 
-_NOT_BUILT: tuple[tuple[str, tuple[Any, ...]], ...] = (
+NOT_BUILT: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("functions", ([],)),
     ("function_call", ("none", "auto")),
     ("modalities", (["text"],)),
@@ -56,7 +56,7 @@ def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[RequestInput,
     reading = Reading(
         door.dialect, tools, door.text, exchange.request_id, tells_reasoning=fields.flag("include_reasoning", True)
     )
-    for name, neutral in _NOT_BUILT:
+    for name, neutral in NOT_BUILT:
         fields.only(name, *neutral)
     fields.close()
     exchange.names = {**form.names, **({"max_tokens": "max_completion_tokens"} if max_tokens is not None else {})}

@@ -26,7 +26,7 @@ from manylora_router.guard.admission import MAX_CHAT_MESSAGES, MAX_STOP_STRINGS,
 # where OpenAI's are not Anthropic's as well
 _TYPES = {"server_error": "api_error", "conflict_error": "invalid_request_error", "cancelled_error": "api_error"}
 _TOO_LARGE = 413
-_NOT_BUILT: tuple[tuple[str, tuple[Any, ...]], ...] = (
+NOT_BUILT: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("container", ()),
     ("mcp_servers", ([],)),
     ("output_config", ({},)),
@@ -43,7 +43,7 @@ _NO_USAGE = {
     "server_tool_use": None,
     "service_tier": "standard",
 }
-_HARMLESS = ("cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id")
+HARMLESS = ("cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id")
 
 
 class AnthropicErrors(errors.ErrorForm):
@@ -108,9 +108,9 @@ def _prompt(fields: Fields, dialect: Dialect) -> tuple[ChatPrompt, Tools]:
     found.check(fields, "messages", dialect)
     tools = read_anthropic_tools(fields, dialect)
     kwargs = _thinking(fields, dialect)
-    for name, neutral in _NOT_BUILT:
+    for name, neutral in NOT_BUILT:
         fields.only(name, *neutral)
-    fields.ignore(*_HARMLESS)
+    fields.ignore(*HARMLESS)
     last = len(found.messages) - 1
     # a beginning of the answer
     goes_on = last >= 0 and found.messages[last][0] == "assistant" and "tool_calls" not in found.more.get(last, {})

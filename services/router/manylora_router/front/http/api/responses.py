@@ -23,7 +23,7 @@ from manylora_router.front.http.exchange import Exchange
 from manylora_router.front.http.fields import Fields
 from manylora_router.guard.admission import RequestInput
 
-_NOT_BUILT: tuple[tuple[str, tuple[Any, ...]], ...] = (
+NOT_BUILT: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("previous_response_id", ()),
     ("conversation", ()),
     ("background", (False,)),
@@ -49,7 +49,7 @@ _UNSAID: dict[str, Any] = {
     "top_logprobs": 0,
     "truncation": "disabled",
 }
-_HARMLESS = ("max_tool_calls", "access_programs", "background_options", "image")
+HARMLESS = ("max_tool_calls", "access_programs", "background_options", "image")
 _BEGUN: dict[str, Any] = {
     "status": "in_progress",
     "completed_at": None,
@@ -57,7 +57,7 @@ _BEGUN: dict[str, Any] = {
     "output": [],
     "usage": None,
 }
-_KINDS = ("input_text", "output_text", "text")
+KINDS = ("input_text", "output_text", "text")
 _NAMES = {Kind.TEXT: "output_text", Kind.REASONING: "reasoning_text", Kind.CALL: "function_call_arguments"}
 _PREFIXES = {Kind.TEXT: "msg", Kind.REASONING: "rs", Kind.CALL: "fc"}
 _IGNORED = ("type", "id", "status", "phase", "refusal", "annotations")
@@ -95,9 +95,9 @@ def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[RequestInput,
     text.ignore("verbosity")
     text.close()
     metadata = fields.members_of("metadata")
-    for name, neutral in _NOT_BUILT:
+    for name, neutral in NOT_BUILT:
         fields.only(name, *neutral)
-    fields.ignore(*_HARMLESS)
+    fields.ignore(*HARMLESS)
     request, form = asked.read(
         fields, asked.caller_of(exchange.headers), door.intake.base_model, max_tokens=max_tokens, top_logprobs=None
     )
@@ -138,7 +138,7 @@ def _conversation(fields: Fields, instructions: str, dialect: Dialect) -> Conver
         item.ignore(*_IGNORED)
         match item.peek("type") or "message":
             case "message":
-                read_message(item, found, _KINDS)
+                read_message(item, found, KINDS)
             case "function_call":
                 if not found.messages or found.messages[-1][0] != "assistant":
                     found.say("assistant", "", reasoning="\n".join(thoughts))
@@ -146,7 +146,7 @@ def _conversation(fields: Fields, instructions: str, dialect: Dialect) -> Conver
                 item.ignore("namespace", "caller")
                 item.close()
             case "function_call_output":
-                found.result(item.text("call_id"), read_text(item, "output", _KINDS))
+                found.result(item.text("call_id"), read_text(item, "output", KINDS))
                 item.ignore("caller", "name")
                 item.close()
             case "reasoning":

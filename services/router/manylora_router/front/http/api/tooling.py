@@ -17,6 +17,8 @@ from manylora_router.text.service import TextService
 
 MAX_TOOLS = 128
 MAX_SCHEMA_DEPTH = 64
+UNUSED_OF_TOOLS = ("allowed_callers", "defer_loading", "input_examples", "strict")  # of Anthropic's
+NEUTRAL_OF_TOOLS: tuple[Any, ...] = (False, [], ["direct"])
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 _PROMPT_END_TOKENS = 8  # of which the mark that begins reasoning is made, and the white space behind it
@@ -72,8 +74,8 @@ def read_anthropic_tools(fields: Fields, dialect: Dialect) -> Tools:
     for tool in _tools(fields, dialect):
         tool.only("type", "custom")
         tool.ignore("cache_control", "eager_input_streaming")
-        for name in ("allowed_callers", "defer_loading", "input_examples", "strict"):
-            tool.only(name, False, [], ["direct"])
+        for name in UNUSED_OF_TOOLS:
+            tool.only(name, *NEUTRAL_OF_TOOLS)
         found.append(_named(tool, "input_schema"))
     choice = fields.inner("tool_choice")
     choice.only("type", "auto", "none")
