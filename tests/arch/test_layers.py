@@ -95,6 +95,8 @@ DISTRIBUTIONS = {
     "yaml": "pyyaml",
 }
 """Where the name to import is not the name to install."""
+OWN_EXTRAS = {"services/worker/manylora_worker/models/cuda/kernels": "cuda", "shared/manylora/load": "load"}
+"""What the package around them does without: Triton on a worker without a GPU, an HTTP client beside the command."""
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,7 @@ DISTRIBUTIONS = {
         ("services/router", "router"),
         ("services/scheduler", "scheduler"),
         ("services/worker", "worker"),
-        ("services/worker/manylora_worker/models/cuda/kernels", "cuda"),
+        *OWN_EXTRAS.items(),
     ],
 )
 def test_what_is_imported_is_declared(folder: str, extra: str | None) -> None:
@@ -117,8 +119,8 @@ def test_what_is_imported_is_declared(folder: str, extra: str | None) -> None:
         declared += extras["worker"]
     names = {re.split(r"[<>=!~ \[;]", line, maxsplit=1)[0].lower() for line in declared}
     for path in python_files():
-        # A worker without a GPU has no Triton: it is an extra of its own, for the kernels alone.
-        if not path.is_relative_to(ROOT / folder) or ("kernels" in path.parts) != (extra == "cuda"):
+        inner = next((each for each in OWN_EXTRAS if path.is_relative_to(ROOT / each)), folder)
+        if not path.is_relative_to(ROOT / folder) or inner != folder:
             continue
         for module in third_party_imports(path):
             assert DISTRIBUTIONS.get(module, module) in names, f"{path.relative_to(ROOT)} imports {module}"

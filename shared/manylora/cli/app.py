@@ -11,11 +11,22 @@ import typer
 from manylora_shared.sampling import Sampling
 
 from manylora.cli.adapter_commands import adapter_app
-from manylora.cli.output import DEFAULT_SERVER, Json, Key, Server, connect, run, trust, usage_error, write
+from manylora.cli.load_command import load
+from manylora.cli.output import (
+    DEFAULT_SERVER,
+    HTTP_PORT_STEP,
+    Json,
+    Key,
+    Server,
+    connect,
+    run,
+    trust,
+    usage_error,
+    write,
+)
 from manylora.cli.sampling_options import with_sampling_options
 
 DEFAULT_PORT = 7070
-HTTP_PORT_STEP = 10  # from the first router's port to its HTTP API's
 MAX_TOKEN_ID = 2**32 - 1
 
 app = typer.Typer(
@@ -31,6 +42,7 @@ app.add_typer(certs_app, name="certs")
 app.add_typer(tenant_app, name="tenant")
 app.add_typer(key_app, name="key")
 app.add_typer(adapter_app, name="adapter")
+app.command()(load)
 
 
 class ServiceClass(enum.StrEnum):

@@ -26,6 +26,8 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 PIPE_COLUMNS = 1000  # what is no terminal gets tables whole, never folded
 DEFAULT_SERVER = "127.0.0.1:7070"
+HTTP_PORT_STEP = 10  # from a router's port to its HTTP API's
+DEFAULT_HTTP = "http://127.0.0.1:7080"
 
 Server = Annotated[
     str,
@@ -135,12 +137,17 @@ def usage_error(message: str) -> typer.Exit:
     return typer.Exit(EXIT_USAGE)
 
 
-def run(work: Coroutine[Any, Any, None], *, as_json: bool) -> None:
+def run(
+    work: Coroutine[Any, Any, None],
+    *,
+    as_json: bool,
+    runner: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run,
+) -> None:
     """Turns how the coroutine ends into an exit code."""
     from manylora.client import RequestFailed
 
     try:
-        asyncio.run(work)
+        runner(work)
     except RequestFailed as error:
         report(error, as_json=as_json)
         raise typer.Exit(EXIT_FAILED) from None
