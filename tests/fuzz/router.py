@@ -42,11 +42,10 @@ class _InlineConstraints(ConstraintCheck):
 async def _echo(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
     """Each choice begins as the prompt does."""
     yield worker_pb2.ExecuteResponse(frame=0, started=worker_pb2.ExecuteStarted())
-    first = len(request.emitted_token_ids)
-    ids = [*request.prompt_token_ids, 5, 9, 12][first : min(8, request.max_tokens)]
+    ids = [*request.prompt_token_ids, 5, 9, 12][: min(8, request.max_tokens)]
     for choice in range(request.n):
         reason = common_pb2.FINISH_REASON_LENGTH
-        yield tokens(choice + 1, first, ids, choice=choice, finish=reason)
+        yield tokens(choice + 1, 0, ids, choice=choice, finish=reason)
     yield finished(request.n + 1)
 
 

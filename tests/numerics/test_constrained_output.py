@@ -208,6 +208,6 @@ def test_another_worker_goes_on_where_one_stopped(engine: Engine) -> None:
     sampling = Sampling(seed=4, temperature=1.0)
     engine.add(constraint, "Id:", 40, sampling)
     [(whole, _)] = engine.run().values()
-    engine.add(constraint, "Id:", 40, sampling, emitted_token_ids=tuple(whole[:6]))
+    engine.add(constraint, "Id:", 40, sampling, emitted=(tuple(whole[:6]),))
     [(rest, end)] = engine.run().values()
     assert (whole[:6] + rest, end) == (whole, FinishReason.STOP)

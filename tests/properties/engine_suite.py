@@ -77,7 +77,7 @@ def expected(request: EngineRequest, choice: int) -> list[int]:
         greedy=request.sampling.is_greedy,
         eos_token_id=EOS,
         eos_one_in=EOS_ONE_IN,
-        emitted_token_ids=request.emitted_token_ids,
+        emitted_token_ids=request.emitted_of(choice),
         stop_token_ids=request.stop_token_ids,
         min_tokens=request.sampling.min_tokens,
         bad_sequences=request.bad_sequences,
@@ -102,7 +102,8 @@ class Collector:
     def add(self, request: EngineRequest) -> None:
         self.requests[request.request_id] = request
         for choice in range(request.n):
-            self.tokens[request.request_id, choice] = list(request.emitted_token_ids)
+            if not request.emitted or request.emitted[choice] is not None:
+                self.tokens[request.request_id, choice] = list(request.emitted_of(choice))
 
     def take(self, outputs: list[TokenOutput], ends: list[RequestEnd]) -> None:
         for output in outputs:
@@ -123,8 +124,8 @@ class Collector:
         for end in ends:
             assert end.request_id not in self.ends, "a request ended twice"
             self.ends[end.request_id] = end
-            for choice in range(self.requests[end.request_id].n):
-                assert (end.request_id, choice) in self.reasons
+            for request_id, choice in self.tokens:
+                assert request_id != end.request_id or (request_id, choice) in self.reasons
             assert min(end.adapter_wait_s, end.prefill_s, end.decode_s) >= 0
 
     def _score(self, output: TokenOutput) -> None:

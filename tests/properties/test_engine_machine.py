@@ -153,9 +153,13 @@ class EngineMachine(RuleBasedStateMachine):
         would_be = expected(request, 0)
         words = {tuple(would_be[start : start + length]) for start, length in bad_words} - {()}
         request = replace(request, bad_sequences=tuple(sorted(words)))
-        if n == 1 and num_emitted:
-            emitted = tuple(expected(request, 0)[: min(num_emitted, max_tokens - 1)])
-            request = EngineRequest(**{**request.__dict__, "emitted_token_ids": emitted})
+        if num_emitted:
+            lengths = [min(num_emitted * (choice + 1) % 7, max_tokens - 1) for choice in range(n)]
+            told = [expected(request, choice) for choice in range(n)]
+            emitted = [tuple(each[:length]) for each, length in zip(told, lengths, strict=True)]
+            has_ended = [choice > 0 and choice == num_emitted % n for choice in range(n)]
+            open_ones = [None if ended else each for each, ended in zip(emitted, has_ended, strict=True)]
+            request = replace(request, emitted=tuple(open_ones))
         try:
             self.core.check(request)
             self.core.add(request, self.now)

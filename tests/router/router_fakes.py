@@ -86,7 +86,8 @@ STARTED = worker_pb2.ExecuteResponse(frame=0, started=worker_pb2.ExecuteStarted(
 
 
 def say(text: str, *, per_frame: int = 4, pause_s: float = 0.001, cached_prompt_tokens: int = 0) -> Script:
-    """A worker that answers `text` (cut at max_tokens) and then its end-of-sequence; a prompt's logprobs are 0."""
+    """A worker that answers `text` (cut at max_tokens) and then its end-of-sequence; a prompt's logprobs are 0. It goes
+    on behind what was emitted."""
 
     async def script(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
         yield STARTED
@@ -99,7 +100,8 @@ def say(text: str, *, per_frame: int = 4, pause_s: float = 0.001, cached_prompt_
             scored.prompt_logprobs.extend(common_pb2.PositionLogprobs(rank=1) for _ in request.prompt_token_ids[1:])
             yield worker_pb2.ExecuteResponse(frame=frame, tokens=scored)
             frame += 1
-        for start in range(0, len(ids), per_frame):
+        first = len(request.emitted[0].token_ids) if request.emitted else 0
+        for start in range(first, len(ids), per_frame):
             await asyncio.sleep(pause_s)
             yield tokens(frame, start, ids[start : start + per_frame])
             frame += 1

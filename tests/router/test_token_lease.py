@@ -105,7 +105,7 @@ def test_what_a_worker_found_of_a_prompt_is_credited(cached: int) -> None:
         answer = await cluster.ask(text_request(PROMPT, max_tokens=5))
         await until(lambda: len(cluster.scheduler.settled) == 1)
         assert used(answer) == len(ids_of(PROMPT)) + 5
-        assert answer.finished.usage.cached_prompt_tokens == cached
+        assert answer.finished.usage.cached_prompt_tokens == min(cached, len(ids_of(PROMPT)))
         ((_, settled),) = cluster.scheduler.settled
         assert settled == used(answer) - min(cached, len(ids_of(PROMPT)))
 

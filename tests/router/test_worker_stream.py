@@ -54,14 +54,13 @@ def test_worker_lost_in_mid_stream(silently: bool) -> None:
         lost_at = loop.time()
         cluster.network.kill("worker-0", silently=silently)
         await read_all(stream, answer)
-        assert loop.time() - lost_at < 3.1
+        assert loop.time() - lost_at < 3.1 + 0.5
+        assert answer.error is None
+        assert answer.text == "x" * 200
+        assert answer.ids_of() == ids_of("x" * 200)
         end = answer.finished
-        assert end.outcome == common_pb2.OUTCOME_WORKER_LOST
-        assert end.usage.completion_tokens == len(answer.ids_of()) > 0
-        assert end.choices[0].finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED
-        assert answer.error is not None
-        assert answer.error.code is Code.UNAVAILABLE
-        assert "worker-0 was lost" in answer.error.message
+        assert (end.usage.completion_tokens, end.usage.resumed, end.worker_id) == (200, 1, "worker-1")
+        assert [f.frame for f in answer.frames] == list(range(len(answer.frames)))
 
     simulate(test, script=say("x" * 1000, pause_s=0.01))
 

@@ -78,7 +78,7 @@ async def test_logprobs_come_one_a_token() -> None:
 async def test_emitted_tokens_are_continued_and_not_sent_again() -> None:
     async with running_worker() as worker:
         whole = reference_tokens(PROMPT, None, 3, 0, 8)
-        stream = worker.execute(message(emitted_token_ids=whole[:5]))
+        stream = worker.execute(message(emitted=[{"token_ids": whole[:5]}]))
         await stream.read()
         frame = await stream.read()
         assert frame.tokens.choices[0].first_position == 5
@@ -87,6 +87,15 @@ async def test_emitted_tokens_are_continued_and_not_sent_again() -> None:
             for choice in frame.tokens.choices:
                 tokens += choice.token_ids
         assert tokens == whole[5:]
+
+
+async def test_each_choice_goes_on_where_it_stood() -> None:
+    async with running_worker() as worker:
+        whole = [reference_tokens(PROMPT, None, 3, choice, 8) for choice in range(4)]
+        emitted = [{"token_ids": whole[0][:5]}, {"has_ended": True}, {}, {"token_ids": whole[3][:1]}]
+        result = await collect(worker.execute(message(n=4, emitted=emitted)), {0: 5, 3: 1})
+        assert result.tokens == {0: whole[0][5:], 2: whole[2], 3: whole[3][1:]}
+        assert result.finished.output_tokens == 3 + 8 + 7
 
 
 BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
@@ -108,9 +117,10 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"n": 9}, "n"),
     ({"stop_token_ids": [1, 259]}, "stop_token_ids"),
     ({"stop_token_ids": [1] * 257}, "stop_token_ids"),
-    ({"emitted_token_ids": [1], "n": 2}, "emitted_token_ids"),
-    ({"emitted_token_ids": [1] * 8}, "emitted_token_ids"),
-    ({"emitted_token_ids": [259]}, "emitted_token_ids"),
+    ({"emitted": [{"token_ids": [1]}], "n": 2}, "emitted"),
+    ({"emitted": [{"token_ids": [1] * 8}]}, "emitted"),
+    ({"emitted": [{"token_ids": [259]}]}, "emitted"),
+    ({"emitted": [{"has_ended": True}]}, "emitted"),
     ({"bad_sequences": [{"token_ids": [1]}, {}]}, "bad_sequences"),
     ({"bad_sequences": [{"token_ids": [259]}]}, "bad_sequences"),
     ({"bad_sequences": [{"token_ids": [1] * 1025}]}, "bad_sequences"),

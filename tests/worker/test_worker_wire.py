@@ -42,8 +42,9 @@ def execute(**fields: Any) -> worker_pb2.ExecuteRequest:
         ("n", MAX_CHOICES + 1),
         ("max_tokens", 0),
         ("max_tokens", 51),
-        ("emitted_token_ids", [1] * 5),
-        ("emitted_token_ids", [100]),
+        ("emitted", [{"token_ids": [1] * 5}]),
+        ("emitted", [{"token_ids": [100]}]),
+        ("emitted", [{"has_ended": True}]),
         ("stop_token_ids", [100]),
         ("stop_token_ids", [1] * 257),
     ],
@@ -61,10 +62,11 @@ def test_all_that_is_wrong_is_named_at_once() -> None:
     assert fields == ["request_id", "tenant_id", "qos_class", "prompt_token_ids", "n", "max_tokens", "sampling.seed"]
 
 
-def test_a_resumed_request_has_one_choice() -> None:
-    assert engine_request(execute(emitted_token_ids=[7]), MODEL).emitted_token_ids == (7,)
-    with pytest.raises(InvalidRequest, match="n = 1"):
-        engine_request(execute(emitted_token_ids=[7], n=2), MODEL)
+def test_each_choice_of_a_resumed_request_is_told_where_it_stood() -> None:
+    emitted = [{"token_ids": [7]}, {"has_ended": True}, {}]
+    assert engine_request(execute(emitted=emitted, n=3), MODEL).emitted == ((7,), None, ())
+    with pytest.raises(InvalidRequest, match="one a choice"):
+        engine_request(execute(emitted=[{"token_ids": [7]}], n=2), MODEL)
 
 
 def output(choice: int, position: int, *tokens: int, **more: Any) -> TokenOutput:

@@ -220,7 +220,8 @@ class Result:
     token_frames: int
 
 
-async def collect(stream: Stream) -> Result:
+async def collect(stream: Stream, emitted: Mapping[int, int] | None = None) -> Result:
+    """`emitted`: tokens by choice that it goes on behind."""
     tokens: dict[int, list[int]] = {}
     finish: dict[int, int] = {}
     stops: dict[int, int] = {}
@@ -238,7 +239,7 @@ async def collect(stream: Stream) -> Result:
             for choice in frame.tokens.choices:
                 assert choice.choice not in finish
                 known = tokens.setdefault(choice.choice, [])
-                assert choice.first_position == len(known)
+                assert choice.first_position == len(known) + (emitted or {}).get(choice.choice, 0)
                 known += choice.token_ids
                 if choice.finish_reason:
                     finish[choice.choice] = choice.finish_reason

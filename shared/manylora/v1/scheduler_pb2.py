@@ -26,7 +26,7 @@ from manylora.v1 import common_pb2 as manylora_dot_v1_dot_common__pb2
 from manylora.v1 import admin_pb2 as manylora_dot_v1_dot_admin__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bmanylora/v1/scheduler.proto\x12\x0bmanylora.v1\x1a\x18manylora/v1/common.proto\x1a\x17manylora/v1/admin.proto\"\xfb\x02\n\x0fScheduleRequest\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.manylora.v1.RouterHelloH\x00\x12\'\n\x07\x65nqueue\x18\x02 \x01(\x0b\x32\x14.manylora.v1.EnqueueH\x00\x12)\n\x08withdraw\x18\x03 \x01(\x0b\x32\x15.manylora.v1.WithdrawH\x00\x12\x30\n\x0cgrant_closed\x18\x04 \x01(\x0b\x32\x18.manylora.v1.GrantClosedH\x00\x12\x30\n\x0clease_wanted\x18\x05 \x01(\x0b\x32\x18.manylora.v1.LeaseWantedH\x00\x12\'\n\x07settled\x18\x06 \x01(\x0b\x32\x14.manylora.v1.SettledH\x00\x12\'\n\x07refused\x18\x07 \x01(\x0b\x32\x14.manylora.v1.RefusedH\x00\x12*\n\x04more\x18\x08 \x03(\x0b\x32\x1c.manylora.v1.ScheduleRequestB\x07\n\x05\x65vent\"H\n\x0bRouterHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12&\n\x06leases\x18\x02 \x03(\x0b\x32\x16.manylora.v1.HeldLease\"\x90\x01\n\tHeldLease\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttenant_id\x18\x02 \x01(\t\x12(\n\tqos_class\x18\x03 \x01(\x0e\x32\x15.manylora.v1.QosClass\x12\x13\n\x06tokens\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x12\n\nmax_tokens\x18\x05 \x01(\x04\x42\t\n\x07_tokens\"!\n\x0bLeaseWanted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"-\n\x07Settled\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\"3\n\x07Refused\x12(\n\x05\x66lows\x18\x01 \x03(\x0b\x32\x19.manylora.v1.FlowRefusals\"]\n\x0c\x46lowRefusals\x12\x11\n\ttenant_id\x18\x01 \x01(\t\x12(\n\tqos_class\x18\x02 \x01(\x0e\x32\x15.manylora.v1.QosClass\x12\x10\n\x08requests\x18\x03 \x01(\r\"\x92\x02\n\x07\x45nqueue\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttenant_id\x18\x02 \x01(\t\x12(\n\tqos_class\x18\x03 \x01(\x0e\x32\x15.manylora.v1.QosClass\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x13\n\x0b\x61\x64\x61pter_uid\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x16\n\x0emax_new_tokens\x18\x07 \x01(\r\x12\x11\n\tsequences\x18\x08 \x01(\r\x12\x16\n\ttimeout_s\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x12\n\nadapter_id\x18\x0b \x01(\tB\x0c\n\n_timeout_s\"\x1e\n\x08Withdraw\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"h\n\x0bGrantClosed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x16\n\x0ereached_worker\x18\x03 \x01(\x08\x12\x1a\n\x12worker_unavailable\x18\x04 \x01(\x08\"\xc8\x02\n\x10ScheduleResponse\x12,\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.manylora.v1.SchedulerHelloH\x00\x12#\n\x05grant\x18\x02 \x01(\x0b\x32\x12.manylora.v1.GrantH\x00\x12\'\n\x07refusal\x18\x03 \x01(\x0b\x32\x14.manylora.v1.RefusalH\x00\x12#\n\x05lease\x18\x04 \x01(\x0b\x32\x12.manylora.v1.LeaseH\x00\x12\x32\n\rlease_refused\x18\x05 \x01(\x0b\x32\x19.manylora.v1.LeaseRefusedH\x00\x12)\n\x08overload\x18\x06 \x01(\x0b\x32\x15.manylora.v1.OverloadH\x00\x12+\n\x04more\x18\x07 \x03(\x0b\x32\x1d.manylora.v1.ScheduleResponseB\x07\n\x05\x65vent\"d\n\x05Lease\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x06tokens\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\'\n\x06levels\x18\x03 \x03(\x0b\x32\x17.manylora.v1.QuotaLevelB\t\n\x07_tokens\"K\n\nQuotaLevel\x12\r\n\x05quota\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\x04\x12\x0c\n\x04left\x18\x03 \x01(\x04\x12\x11\n\tfull_in_s\x18\x04 \x01(\x01\"\x8d\x01\n\x0cLeaseRefused\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x1a\n\rretry_after_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12*\n\x08\x62reaches\x18\x04 \x03(\x0b\x32\x18.manylora.v1.QuotaBreachB\x10\n\x0e_retry_after_s\"S\n\x0bQuotaBreach\x12\r\n\x05quota\x18\x01 \x01(\t\x12\x11\n\ttenant_id\x18\x02 \x01(\t\x12\r\n\x05limit\x18\x03 \x01(\x03\x12\x13\n\x0b\x64\x65scription\x18\x04 \x01(\t\"\x84\x01\n\x08Overload\x12\r\n\x05level\x18\x01 \x01(\r\x12,\n\x07tenants\x18\x02 \x03(\x0b\x32\x1b.manylora.v1.TenantOverload\x12\x19\n\x0climit_shares\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07\x63rowded\x18\x04 \x01(\x08\x42\x0f\n\r_limit_shares\"\xa9\x01\n\x0eTenantOverload\x12\x11\n\ttenant_id\x18\x01 \x01(\t\x12\r\n\x05level\x18\x02 \x01(\r\x12\x1a\n\x12interactive_shares\x18\x03 \x01(\x01\x12\x17\n\x0fstandard_shares\x18\x04 \x01(\x01\x12\x14\n\x0c\x62\x61tch_shares\x18\x05 \x01(\x01\x12\x19\n\x0climit_shares\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x0f\n\r_limit_shares\"\x1f\n\x0eSchedulerHello\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\xb5\x01\n\x05Grant\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x16\n\x0eworker_address\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x10\n\x08queue_ms\x18\x05 \x01(\x01\x12\x1e\n\x11max_output_tokens\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0eoverload_level\x18\x07 \x01(\rB\x14\n\x12_max_output_tokens\"\x96\x01\n\x07Refusal\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x1a\n\rretry_after_s\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12*\n\x08\x62reaches\x18\x05 \x03(\x0b\x32\x18.manylora.v1.QuotaBreachB\x10\n\x0e_retry_after_s\"\x1b\n\x19GetSchedulerStatusRequest\"y\n\x1aGetSchedulerStatusResponse\x12/\n\tscheduler\x18\x01 \x01(\x0b\x32\x1c.manylora.v1.SchedulerStatus\x12*\n\x07workers\x18\x02 \x03(\x0b\x32\x19.manylora.v1.WorkerStatus2\xc6\x01\n\x10SchedulerService\x12K\n\x08Schedule\x12\x1c.manylora.v1.ScheduleRequest\x1a\x1d.manylora.v1.ScheduleResponse(\x01\x30\x01\x12\x65\n\x12GetSchedulerStatus\x12&.manylora.v1.GetSchedulerStatusRequest\x1a\'.manylora.v1.GetSchedulerStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bmanylora/v1/scheduler.proto\x12\x0bmanylora.v1\x1a\x18manylora/v1/common.proto\x1a\x17manylora/v1/admin.proto\"\xfb\x02\n\x0fScheduleRequest\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.manylora.v1.RouterHelloH\x00\x12\'\n\x07\x65nqueue\x18\x02 \x01(\x0b\x32\x14.manylora.v1.EnqueueH\x00\x12)\n\x08withdraw\x18\x03 \x01(\x0b\x32\x15.manylora.v1.WithdrawH\x00\x12\x30\n\x0cgrant_closed\x18\x04 \x01(\x0b\x32\x18.manylora.v1.GrantClosedH\x00\x12\x30\n\x0clease_wanted\x18\x05 \x01(\x0b\x32\x18.manylora.v1.LeaseWantedH\x00\x12\'\n\x07settled\x18\x06 \x01(\x0b\x32\x14.manylora.v1.SettledH\x00\x12\'\n\x07refused\x18\x07 \x01(\x0b\x32\x14.manylora.v1.RefusedH\x00\x12*\n\x04more\x18\x08 \x03(\x0b\x32\x1c.manylora.v1.ScheduleRequestB\x07\n\x05\x65vent\"H\n\x0bRouterHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12&\n\x06leases\x18\x02 \x03(\x0b\x32\x16.manylora.v1.HeldLease\"\x90\x01\n\tHeldLease\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttenant_id\x18\x02 \x01(\t\x12(\n\tqos_class\x18\x03 \x01(\x0e\x32\x15.manylora.v1.QosClass\x12\x13\n\x06tokens\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x12\n\nmax_tokens\x18\x05 \x01(\x04\x42\t\n\x07_tokens\"!\n\x0bLeaseWanted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"-\n\x07Settled\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\"3\n\x07Refused\x12(\n\x05\x66lows\x18\x01 \x03(\x0b\x32\x19.manylora.v1.FlowRefusals\"]\n\x0c\x46lowRefusals\x12\x11\n\ttenant_id\x18\x01 \x01(\t\x12(\n\tqos_class\x18\x02 \x01(\x0e\x32\x15.manylora.v1.QosClass\x12\x10\n\x08requests\x18\x03 \x01(\r\"\xa3\x02\n\x07\x45nqueue\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttenant_id\x18\x02 \x01(\t\x12(\n\tqos_class\x18\x03 \x01(\x0e\x32\x15.manylora.v1.QosClass\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x13\n\x0b\x61\x64\x61pter_uid\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x16\n\x0emax_new_tokens\x18\x07 \x01(\r\x12\x11\n\tsequences\x18\x08 \x01(\r\x12\x16\n\ttimeout_s\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x12\n\nadapter_id\x18\x0b \x01(\t\x12\x0f\n\x07resumed\x18\x0c \x01(\x08\x42\x0c\n\n_timeout_s\"\x1e\n\x08Withdraw\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"h\n\x0bGrantClosed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x16\n\x0ereached_worker\x18\x03 \x01(\x08\x12\x1a\n\x12worker_unavailable\x18\x04 \x01(\x08\"\xc8\x02\n\x10ScheduleResponse\x12,\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.manylora.v1.SchedulerHelloH\x00\x12#\n\x05grant\x18\x02 \x01(\x0b\x32\x12.manylora.v1.GrantH\x00\x12\'\n\x07refusal\x18\x03 \x01(\x0b\x32\x14.manylora.v1.RefusalH\x00\x12#\n\x05lease\x18\x04 \x01(\x0b\x32\x12.manylora.v1.LeaseH\x00\x12\x32\n\rlease_refused\x18\x05 \x01(\x0b\x32\x19.manylora.v1.LeaseRefusedH\x00\x12)\n\x08overload\x18\x06 \x01(\x0b\x32\x15.manylora.v1.OverloadH\x00\x12+\n\x04more\x18\x07 \x03(\x0b\x32\x1d.manylora.v1.ScheduleResponseB\x07\n\x05\x65vent\"d\n\x05Lease\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x06tokens\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\'\n\x06levels\x18\x03 \x03(\x0b\x32\x17.manylora.v1.QuotaLevelB\t\n\x07_tokens\"K\n\nQuotaLevel\x12\r\n\x05quota\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\x04\x12\x0c\n\x04left\x18\x03 \x01(\x04\x12\x11\n\tfull_in_s\x18\x04 \x01(\x01\"\x8d\x01\n\x0cLeaseRefused\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x1a\n\rretry_after_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12*\n\x08\x62reaches\x18\x04 \x03(\x0b\x32\x18.manylora.v1.QuotaBreachB\x10\n\x0e_retry_after_s\"S\n\x0bQuotaBreach\x12\r\n\x05quota\x18\x01 \x01(\t\x12\x11\n\ttenant_id\x18\x02 \x01(\t\x12\r\n\x05limit\x18\x03 \x01(\x03\x12\x13\n\x0b\x64\x65scription\x18\x04 \x01(\t\"\x84\x01\n\x08Overload\x12\r\n\x05level\x18\x01 \x01(\r\x12,\n\x07tenants\x18\x02 \x03(\x0b\x32\x1b.manylora.v1.TenantOverload\x12\x19\n\x0climit_shares\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07\x63rowded\x18\x04 \x01(\x08\x42\x0f\n\r_limit_shares\"\xa9\x01\n\x0eTenantOverload\x12\x11\n\ttenant_id\x18\x01 \x01(\t\x12\r\n\x05level\x18\x02 \x01(\r\x12\x1a\n\x12interactive_shares\x18\x03 \x01(\x01\x12\x17\n\x0fstandard_shares\x18\x04 \x01(\x01\x12\x14\n\x0c\x62\x61tch_shares\x18\x05 \x01(\x01\x12\x19\n\x0climit_shares\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x0f\n\r_limit_shares\"\x1f\n\x0eSchedulerHello\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\xb5\x01\n\x05Grant\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x16\n\x0eworker_address\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x10\n\x08queue_ms\x18\x05 \x01(\x01\x12\x1e\n\x11max_output_tokens\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0eoverload_level\x18\x07 \x01(\rB\x14\n\x12_max_output_tokens\"\x96\x01\n\x07Refusal\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x1a\n\rretry_after_s\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12*\n\x08\x62reaches\x18\x05 \x03(\x0b\x32\x18.manylora.v1.QuotaBreachB\x10\n\x0e_retry_after_s\"\x1b\n\x19GetSchedulerStatusRequest\"y\n\x1aGetSchedulerStatusResponse\x12/\n\tscheduler\x18\x01 \x01(\x0b\x32\x1c.manylora.v1.SchedulerStatus\x12*\n\x07workers\x18\x02 \x03(\x0b\x32\x19.manylora.v1.WorkerStatus2\xc6\x01\n\x10SchedulerService\x12K\n\x08Schedule\x12\x1c.manylora.v1.ScheduleRequest\x1a\x1d.manylora.v1.ScheduleResponse(\x01\x30\x01\x12\x65\n\x12GetSchedulerStatus\x12&.manylora.v1.GetSchedulerStatusRequest\x1a\'.manylora.v1.GetSchedulerStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,35 +48,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FLOWREFUSALS']._serialized_start=833
   _globals['_FLOWREFUSALS']._serialized_end=926
   _globals['_ENQUEUE']._serialized_start=929
-  _globals['_ENQUEUE']._serialized_end=1203
-  _globals['_WITHDRAW']._serialized_start=1205
-  _globals['_WITHDRAW']._serialized_end=1235
-  _globals['_GRANTCLOSED']._serialized_start=1237
-  _globals['_GRANTCLOSED']._serialized_end=1341
-  _globals['_SCHEDULERESPONSE']._serialized_start=1344
-  _globals['_SCHEDULERESPONSE']._serialized_end=1672
-  _globals['_LEASE']._serialized_start=1674
-  _globals['_LEASE']._serialized_end=1774
-  _globals['_QUOTALEVEL']._serialized_start=1776
-  _globals['_QUOTALEVEL']._serialized_end=1851
-  _globals['_LEASEREFUSED']._serialized_start=1854
-  _globals['_LEASEREFUSED']._serialized_end=1995
-  _globals['_QUOTABREACH']._serialized_start=1997
-  _globals['_QUOTABREACH']._serialized_end=2080
-  _globals['_OVERLOAD']._serialized_start=2083
-  _globals['_OVERLOAD']._serialized_end=2215
-  _globals['_TENANTOVERLOAD']._serialized_start=2218
-  _globals['_TENANTOVERLOAD']._serialized_end=2387
-  _globals['_SCHEDULERHELLO']._serialized_start=2389
-  _globals['_SCHEDULERHELLO']._serialized_end=2420
-  _globals['_GRANT']._serialized_start=2423
-  _globals['_GRANT']._serialized_end=2604
-  _globals['_REFUSAL']._serialized_start=2607
-  _globals['_REFUSAL']._serialized_end=2757
-  _globals['_GETSCHEDULERSTATUSREQUEST']._serialized_start=2759
-  _globals['_GETSCHEDULERSTATUSREQUEST']._serialized_end=2786
-  _globals['_GETSCHEDULERSTATUSRESPONSE']._serialized_start=2788
-  _globals['_GETSCHEDULERSTATUSRESPONSE']._serialized_end=2909
-  _globals['_SCHEDULERSERVICE']._serialized_start=2912
-  _globals['_SCHEDULERSERVICE']._serialized_end=3110
+  _globals['_ENQUEUE']._serialized_end=1220
+  _globals['_WITHDRAW']._serialized_start=1222
+  _globals['_WITHDRAW']._serialized_end=1252
+  _globals['_GRANTCLOSED']._serialized_start=1254
+  _globals['_GRANTCLOSED']._serialized_end=1358
+  _globals['_SCHEDULERESPONSE']._serialized_start=1361
+  _globals['_SCHEDULERESPONSE']._serialized_end=1689
+  _globals['_LEASE']._serialized_start=1691
+  _globals['_LEASE']._serialized_end=1791
+  _globals['_QUOTALEVEL']._serialized_start=1793
+  _globals['_QUOTALEVEL']._serialized_end=1868
+  _globals['_LEASEREFUSED']._serialized_start=1871
+  _globals['_LEASEREFUSED']._serialized_end=2012
+  _globals['_QUOTABREACH']._serialized_start=2014
+  _globals['_QUOTABREACH']._serialized_end=2097
+  _globals['_OVERLOAD']._serialized_start=2100
+  _globals['_OVERLOAD']._serialized_end=2232
+  _globals['_TENANTOVERLOAD']._serialized_start=2235
+  _globals['_TENANTOVERLOAD']._serialized_end=2404
+  _globals['_SCHEDULERHELLO']._serialized_start=2406
+  _globals['_SCHEDULERHELLO']._serialized_end=2437
+  _globals['_GRANT']._serialized_start=2440
+  _globals['_GRANT']._serialized_end=2621
+  _globals['_REFUSAL']._serialized_start=2624
+  _globals['_REFUSAL']._serialized_end=2774
+  _globals['_GETSCHEDULERSTATUSREQUEST']._serialized_start=2776
+  _globals['_GETSCHEDULERSTATUSREQUEST']._serialized_end=2803
+  _globals['_GETSCHEDULERSTATUSRESPONSE']._serialized_start=2805
+  _globals['_GETSCHEDULERSTATUSRESPONSE']._serialized_end=2926
+  _globals['_SCHEDULERSERVICE']._serialized_start=2929
+  _globals['_SCHEDULERSERVICE']._serialized_end=3127
 # @@protoc_insertion_point(module_scope)

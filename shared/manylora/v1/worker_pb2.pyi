@@ -19,7 +19,7 @@ ADAPTER_TIER_HOST: AdapterTier
 ADAPTER_TIER_DEVICE: AdapterTier
 
 class ExecuteRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "tenant_id", "qos_class", "adapter_uid", "prompt_token_ids", "max_tokens", "sampling", "stop_token_ids", "n", "emitted_token_ids", "bad_sequences", "constraint")
+    __slots__ = ("request_id", "epoch", "tenant_id", "qos_class", "adapter_uid", "prompt_token_ids", "max_tokens", "sampling", "stop_token_ids", "n", "bad_sequences", "constraint", "emitted")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -30,9 +30,9 @@ class ExecuteRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
-    EMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BAD_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
+    EMITTED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     tenant_id: str
@@ -43,10 +43,18 @@ class ExecuteRequest(_message.Message):
     sampling: _common_pb2.SamplingParams
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     n: int
-    emitted_token_ids: _containers.RepeatedScalarFieldContainer[int]
     bad_sequences: _containers.RepeatedCompositeFieldContainer[TokenSequence]
     constraint: _common_pb2.Constraint
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., adapter_uid: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., n: _Optional[int] = ..., emitted_token_ids: _Optional[_Iterable[int]] = ..., bad_sequences: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., constraint: _Optional[_Union[_common_pb2.Constraint, _Mapping]] = ...) -> None: ...
+    emitted: _containers.RepeatedCompositeFieldContainer[EmittedChoice]
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., adapter_uid: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., n: _Optional[int] = ..., bad_sequences: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., constraint: _Optional[_Union[_common_pb2.Constraint, _Mapping]] = ..., emitted: _Optional[_Iterable[_Union[EmittedChoice, _Mapping]]] = ...) -> None: ...
+
+class EmittedChoice(_message.Message):
+    __slots__ = ("token_ids", "has_ended")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    HAS_ENDED_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    has_ended: bool
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., has_ended: _Optional[bool] = ...) -> None: ...
 
 class TokenSequence(_message.Message):
     __slots__ = ("token_ids",)

@@ -45,6 +45,8 @@ _QUOTAS = {
     "requests_burst": (1, MAX_RATE),
     "concurrency": (1, MAX_RATE),
     "max_queued": (1, MAX_RATE),
+    "resumes_per_s": (1, MAX_RATE),
+    "resumes_burst": (1, MAX_RATE),
     "kv_hbm_mb": (1, MAX_KV_MB),
     "kv_hbm_mb_hard": (1, MAX_KV_MB),
     "kv_hbm_mb_reserve": (1, MAX_KV_MB),
@@ -93,6 +95,9 @@ class TenantQuotas:
     requests_burst: int | None = None  # None: as many as requests_per_s
     concurrency: int | None = None
     max_queued: int | None = None  # requests that no worker runs yet
+    # answers that other workers go on with when theirs is lost, on each router; None: that router's default
+    resumes_per_s: int | None = None
+    resumes_burst: int | None = None  # None: as many as resumes_per_s
     kv_hbm_mb: int | None = None
     kv_hbm_mb_hard: int | None = None
     kv_hbm_mb_reserve: int | None = None
@@ -274,8 +279,9 @@ class _Reader:
             if low in quotas and high in quotas and quotas[low][0] > quotas[high][0]:
                 value, node = quotas[high]
                 self._add(f"quotas.{high}", node, f"{value} is less than {low}, {quotas[low][0]}")
-        if "requests_burst" in quotas and "requests_per_s" not in quotas:
-            self._add("quotas.requests_burst", quotas["requests_burst"][1], "needs requests_per_s beside it")
+        for rate, burst in (("requests_per_s", "requests_burst"), ("resumes_per_s", "resumes_burst")):
+            if burst in quotas and rate not in quotas:
+                self._add(f"quotas.{burst}", quotas[burst][1], f"needs {rate} beside it")
 
     def _name(self, path: str, node: yaml.Node) -> str | None:
         if not isinstance(node, yaml.ScalarNode):

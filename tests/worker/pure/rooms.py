@@ -41,7 +41,7 @@ def request_of(
         max_tokens=max_tokens,
         sampling=Sampling(seed=1),
         n=n,
-        emitted_token_ids=emitted,
+        emitted=(emitted,) if emitted else (),
     )
 
 

@@ -40,7 +40,7 @@ def test_what_fits_exactly_is_accepted_and_one_more_is_not() -> None:
 
 def test_what_was_emitted_before_counts() -> None:
     bounds().check(request_of(prompt=90, emitted=(1,) * 7))
-    with pytest.raises(InvalidRequest, match="emitted_token_ids"):
+    with pytest.raises(InvalidRequest, match="emitted tokens"):
         bounds().check(request_of(max_tokens=8, emitted=(1,) * 8))
     with pytest.raises(InvalidRequest, match="no room"):
         bounds().check(request_of(prompt=93, max_tokens=8, emitted=(1,) * 7))

@@ -86,6 +86,15 @@ class Guard:
         permit.has_answered = True
         return self._breakers.answered(permit.scopes, permit)
 
+    def moved(self, permit: Permit, now: float) -> None:
+        """Its worker stops, and another goes on with it: nobody's fault."""
+        worker = self._workers.get(permit.worker_id) if permit.worker_id else None
+        if worker is not None:
+            worker.leave(permit, has_completed=True, now=now)
+            if not worker.running:
+                del self._workers[permit.worker_id]
+        permit.worker_id = ""
+
     def ended(self, permit: Permit, fault: Fault, now: float) -> Ended:
         worker = self._workers.get(permit.worker_id) if permit.worker_id else None
         counts, is_quarantined = True, False

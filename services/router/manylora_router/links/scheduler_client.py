@@ -186,7 +186,7 @@ class SchedulerClient:
                 self._line.wake.set()
 
     def settle(self, request_id: str, tokens: int) -> None:
-        """Once, at the request's end. One that was never queued, or was refused, has no lease."""
+        """Once, at the request's end. One that was never queued, or was refused before it began, has no lease."""
         lease = self._leases.pop(request_id, None)
         if lease is not None:
             self._settling[request_id] = lease
@@ -364,7 +364,8 @@ class SchedulerClient:
         waiting = self._waiting.pop(refusal.request_id, None)
         if waiting is None or waiting.grant.done():
             return
-        self._leases.pop(refusal.request_id, None)
+        if not waiting.request.resumed:
+            self._leases.pop(refusal.request_id, None)
         waiting.grant.set_exception(refusal_of(refusal))
 
     def _on_lease(self, message: scheduler_pb2.Lease) -> None:

@@ -14,15 +14,17 @@ from types import TracebackType
 from typing import Self
 
 from manylora.v1 import common_pb2
-from manylora_shared.errors import Cancelled, InternalError, ManyloraError
+from manylora_shared.errors import Cancelled, InternalError, ManyloraError, WorkerLost
 from manylora_shared.ids import TenantId
 from manylora_shared.telemetry import Attribute, Span, SpanName, Telemetry, request_attributes
 from manylora_shared.telemetry.logs import fields
+from manylora_shared.tenancy.policy import TenantQuotas
 from manylora_shared.tenancy.slo import SloTracker, verdict_of
 
 from manylora_router.guard.admission import ChatPrompt, RequestInput
 from manylora_router.guard.circuits import Change
 from manylora_router.guard.permits import Fault, Guard, Permit
+from manylora_router.guard.resumes import Resumes
 from manylora_router.links.channels import WorkerChannels
 from manylora_router.links.directory import Directory
 from manylora_router.links.scheduler_client import SchedulerClient
@@ -64,6 +66,7 @@ class Calls:
         self.slo = SloTracker()
         self.metrics = RouterMetrics(telemetry)
         self.guard = Guard(random=rng.random, getrandbits=rng.getrandbits)
+        self.resumes = Resumes()
         self.directory = directory
         self.scheduler = scheduler
         self.channels = channels
@@ -138,18 +141,19 @@ class Call:
             channels=calls.channels,
             reckonings=calls.reckonings,
             detokenizers=[calls.text.detokenizer(job.prompt_token_ids, skips, kept) for _ in range(job.n)],
+            let_resume=self._let_resume,
             telemetry=calls.telemetry,
             rng=calls.rng,
         )
 
     async def advance(self) -> list[Frame]:
         """Empty: it has completed. Raises the request's error, after its last frames."""
-        execution, permit = self._execution, self._permit
+        execution = self._execution
         assert execution is not None, "begin comes first"
-        assert permit is not None
         while not execution.ended:
             frames = await self._advance(execution)
-            self._watch(permit, execution)
+            if self._permit is not None:
+                self._watch(self._permit, execution)
             self._time(frames, execution)
             if not execution.job.can_stream:
                 self._held += frames
@@ -175,6 +179,25 @@ class Call:
             guard.began(permit, execution.worker_id, asyncio.get_running_loop().time())
         if execution.ttft_ms and not permit.has_answered:
             _log(guard.answered(permit))
+
+    def _let_resume(self, lost: WorkerLost, is_lost: bool) -> None:
+        """A loss counts against the prompt and its circuits, as if its caller had called again. Raises WorkerLost."""
+        calls, permit, now = self._calls, self._permit, asyncio.get_running_loop().time()
+        assert permit is not None
+        if not is_lost:
+            calls.guard.moved(permit, now)
+            return
+        self._permit = None
+        self._end_permit(permit, Fault.WORKER_LOST)
+        policy = calls.directory.policy_of(permit.tenant)
+        if not calls.resumes.take(permit.tenant, policy.quotas if policy else TenantQuotas(), now):
+            raise WorkerLost(f"{lost.message}; quotas.resumes_per_s: no more for now", retry_after_s=1.0)
+        try:
+            again = calls.guard.admit(permit.tenant, permit.adapter, permit.prompt_token_ids, now)
+        except ManyloraError as e:
+            raise WorkerLost(f"{lost.message}; no other worker goes on with it: {e.message}") from e
+        again.has_answered = permit.has_answered
+        self._permit = again
 
     def _time(self, frames: Sequence[Frame], execution: Execution) -> None:
         tokens = sum(len(frame.delta.token_ids) for frame in frames if frame.delta is not None)

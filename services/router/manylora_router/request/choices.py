@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from manylora.v1 import common_pb2, worker_pb2
 from manylora_shared.errors import InternalError
@@ -17,7 +17,7 @@ from manylora_router.text.stop_strings import StopStrings
 @dataclass(eq=False, slots=True)
 class _Choice:
     text: ChoiceText
-    num_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
     end: ChoiceEnd | None = None
 
 
@@ -55,6 +55,12 @@ class Choices:
         """All have ended, not all by the worker: it has not said yet that the request is over."""
         return self._is_cut_short and self.have_ended
 
+    def emitted(self) -> list[Sequence[int] | None]:
+        """The tokens of each choice; None: it has ended. Empty: there are none, and all go on."""
+        if not self.num_tokens and not any(choice.end for choice in self._choices):
+            return []
+        return [tuple(choice.token_ids) if choice.end is None else None for choice in self._choices]
+
     def take(self, chunk: worker_pb2.TokenChunk) -> Taken:
         """Raises InternalError where tokens are missing, or are of no choice."""
         taken = Taken([], [])
@@ -66,10 +72,10 @@ class Choices:
             choice = choices[index]
             if choice.end is not None:
                 continue  # its stop string was found; the worker has not heard yet
-            if first_position != choice.num_tokens:
+            if first_position != len(choice.token_ids):
                 raise InternalError(
                     f"the worker sent position {first_position} of choice {index}, "
-                    f"not {choice.num_tokens}: output was lost"
+                    f"not {len(choice.token_ids)}: output was lost"
                 )
             self._take(choice, index, tokens, taken)
         return taken
@@ -80,7 +86,7 @@ class Choices:
         for index, choice in enumerate(self._choices):
             text = choice.text.finish().text if choice.end is None else ""
             if text:
-                deltas.append(Frame(delta=Delta(index, choice.num_tokens, (), text)))
+                deltas.append(Frame(delta=Delta(index, len(choice.token_ids), (), text)))
         return deltas
 
     def ends(self) -> list[ChoiceEnd]:
@@ -112,7 +118,7 @@ class Choices:
             token_ids = token_ids[:num_tokens]
         if not num_tokens and not text:
             return
-        delta = Delta(index, choice.num_tokens, token_ids, text, tokens.logprobs[:num_tokens])
-        choice.num_tokens += num_tokens
+        delta = Delta(index, len(choice.token_ids), token_ids, text, tokens.logprobs[:num_tokens])
+        choice.token_ids += token_ids
         self.num_tokens += num_tokens
         taken.deltas.append(Frame(delta=delta))

@@ -1,7 +1,7 @@
 """One admitted request on its way through the scheduler and a worker, as the frames that its caller reads.
 
     waiting --grant--> starting --first frame--> streaming --> ended (`error` says how)
-       ^-----------------|  its worker was never reached
+       ^-----------------|--------------------------|  its worker was never reached, is lost, or hands it over
 
 Frames are made when the caller asks: one that does not read holds up its own stream alone. Every grant is closed once,
 use is settled once, and a request that was queued has exactly one Finished frame; one that is refused has no frame.
@@ -12,10 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from manylora.v1 import common_pb2, scheduler_pb2, worker_pb2
+from manylora.v1 import common_pb2, worker_pb2
 from manylora_shared.errors import (
     AdapterFailed,
     Cancelled,
@@ -30,7 +30,6 @@ from manylora_shared.errors import (
 )
 from manylora_shared.telemetry import Attribute, SpanName, Telemetry
 from manylora_shared.telemetry.logs import fields
-from manylora_shared.wire import QOS_NUMBERS
 
 from manylora_router.guard.permits import Fault
 from manylora_router.links.channels import WorkerChannels
@@ -47,9 +46,21 @@ from manylora_router.text.detokenizer import Detokenizer
 
 _LOG = logging.getLogger(__name__)
 MAX_ATTEMPTS = 5  # on workers that it does not reach
+MAX_LOSSES = 4  # of workers that ran it
+MAX_FRUITLESS = 5  # workers in a row that gave it up before they drew a token
 _MIN_RETRY_S = 0.02
 _MAX_RETRY_S = 0.5
 _FIGURES_TIMEOUT_S = 1.0  # after the last stop string, for the worker's end: a round trip and the rest of a step
+
+
+@dataclass
+class _Resumed:
+    losses: int = 0
+    fruitless: int = 0
+    num_tokens: int = 0  # over all choices, when it was resumed last
+    since: float | None = None  # it has not gone on
+    pauses_s: list[float] = field(default_factory=list)
+    why: str = ""
 
 
 @dataclass
@@ -71,10 +82,13 @@ class Execution:
         channels: WorkerChannels,
         reckonings: Reckonings,
         detokenizers: Sequence[Detokenizer],
+        let_resume: Callable[[WorkerLost, bool], None],
         telemetry: Telemetry,
         rng: random.Random,
     ) -> None:
-        """`detokenizers`: a fresh one for each choice."""
+        """`detokenizers`: a fresh one for each choice. `let_resume` gets what befell a worker, and whether it was lost
+        (else it stops in order), and raises what is to end the request, if another worker is not to go on with it.
+        """
         self.job = job
         self.ended = False
         self.error: ManyloraError | None = None
@@ -82,12 +96,16 @@ class Execution:
         self._scheduler = scheduler
         self._channels = channels
         self._reckonings = reckonings
+        self._let_resume = let_resume
         self._telemetry = telemetry
         self._rng = rng
         self._choices = Choices(detokenizers, job.stop, job.sampling.min_tokens, job.stop_tokens)
         self._measured = _Measured()
         self._next_frame = 0
         self._num_scored = 0  # of the prompt's tokens
+        self._num_scored_again = 0  # that the worker will tell once more
+        self._has_started = False
+        self._resumed = _Resumed()
         self._untold: list[Frame] = []  # each thing in a frame of its own, without a number
         self._lease = TokenLease(job, self._choices, scheduler)
         self._grant: Grant | None = None
@@ -116,6 +134,7 @@ class Execution:
         intervals = self.completion_tokens / self.job.n - 1
         decode_ms = self._measured.worker.decode_ms
         is_known = self.outcome == common_pb2.OUTCOME_COMPLETED and decode_ms > 0.0 and intervals > 0
+        is_known = is_known and not self.job.is_resumed
         return decode_ms / intervals if is_known else None
 
     @property
@@ -129,7 +148,12 @@ class Execution:
 
     @property
     def cached_prompt_tokens(self) -> int:
-        return self._measured.worker.cached_prompt_tokens
+        return self._lease.cached_prompt_tokens
+
+    @property
+    def pauses_s(self) -> Sequence[float]:
+        """Of each time that another worker went on, until its first token."""
+        return self._resumed.pauses_s
 
     @property
     def queue_ms(self) -> float:
@@ -166,12 +190,45 @@ class Execution:
         self._end(Cancelled(""))
 
     async def _next(self) -> list[Frame]:
-        if self._stream is None:
-            return self._on_message(await self._start())
-        if self._choices.are_cut_short:
-            await self._hear_figures(self._stream)
-            return self._finish(common_pb2.OUTCOME_COMPLETED)
-        return self._on_message(await self._lease.cover(self._stream.read, self.job.most_tokens))
+        try:
+            if self._stream is None:
+                return self._on_message(await self._start())
+            if self._choices.are_cut_short:
+                await self._hear_figures(self._stream)
+                return self._finish(common_pb2.OUTCOME_COMPLETED)
+            return self._on_message(await self._lease.cover(self._stream.read, self.job.most_tokens))
+        except WorkerLost as lost:
+            if self._stream is None:
+                raise
+            if self._choices.have_ended:  # what is missing is the worker's word alone
+                return self._finish(common_pb2.OUTCOME_COMPLETED)
+            self._resume(self._stream, lost)
+            return []
+
+    def _resume(self, stream: WorkerStream, lost: WorkerLost) -> None:
+        resumed, is_lost = self._resumed, stream.is_worker_gone
+        resumed.losses += is_lost
+        resumed.fruitless = 0 if self.completion_tokens > resumed.num_tokens else resumed.fruitless + 1
+        if resumed.losses > MAX_LOSSES or resumed.fruitless > MAX_FRUITLESS:
+            raise lost
+        self._let_resume(lost, is_lost)
+        more = fields(
+            request=self.job.request_id,
+            worker=self.worker_id,
+            tokens=self.completion_tokens,
+            error=lost.message,
+            traceparent=self.job.traceparent,
+        )
+        _LOG.info("a request is to go on at another worker", extra=more)
+        self._leave_worker(reached_worker=not is_lost, is_unavailable=is_lost, error=lost)
+        self.worker_id, self._is_worker_gone = "", False
+        self._measured.has_word, self._measured.worker = False, worker_pb2.ExecuteFinished()
+        self._num_scored_again = self._num_scored
+        self._lease.resumed()
+        self.job = self.job.resumed(self._choices.emitted())
+        resumed.num_tokens, resumed.why = self.completion_tokens, lost.message
+        if resumed.since is None:
+            resumed.since = asyncio.get_running_loop().time()
 
     # Waiting and starting
 
@@ -192,7 +249,8 @@ class Execution:
                 if e.code not in NOT_REACHED:
                     raise InternalError(f"worker {grant.worker_id} failed: {e.message}") from e
                 self._leave_worker(reached_worker=False, is_unavailable=not e.breaches, error=e)
-                if e.breaches:  # the tenant's own bounds: it is refused everywhere, and nothing was begun
+                # the tenant's own bounds: it is refused everywhere, and nothing was begun
+                if e.breaches and not self.job.is_resumed:
                     self._is_queued = False
                     raise QuotaExceeded(e.message, breaches=e.breaches) from e
                 if attempt >= MAX_ATTEMPTS:
@@ -217,25 +275,17 @@ class Execution:
         span = self._telemetry.span(SpanName.QUEUE_WAIT, parent=job.traceparent, attributes=job.attributes())
         with span:
             span.set(Attribute.ATTEMPT, attempt)
-            request = scheduler_pb2.Enqueue(
-                request_id=job.request_id,
-                tenant_id=job.tenant_id,
-                qos_class=QOS_NUMBERS[job.qos_class],
-                priority=job.priority,
-                adapter_uid=job.adapter.uid if job.adapter else "",
-                adapter_id=job.adapter.name if job.adapter else "",
-                prompt_tokens=len(job.prompt_token_ids),
-                max_new_tokens=job.max_tokens * job.n,
-                sequences=job.n,
-                traceparent=span.traceparent,
-            )
+            request = job.enqueue(span.traceparent)
             self._is_queued = True
             try:
                 async with Deadline(self.job.deadline):
                     return await self._scheduler.grant(request, job.deadline)
             except DeadlineExceeded:
                 raise
-            except ManyloraError:
+            except ManyloraError as e:
+                if job.is_resumed:
+                    message = f"{self._resumed.why}; no other worker goes on with it: {e.message}"
+                    raise WorkerLost(message, retry_after_s=1.0) from e
                 self._is_queued = False  # refused: a status alone
                 raise
 
@@ -274,6 +324,9 @@ class Execution:
                 return self._on_tokens(message.tokens)
             case "started":
                 self._lease.begin()
+                if self._has_started:
+                    return []
+                self._has_started = True
                 return [Frame(started=self._started())]
             case "finished":
                 return self._on_finished(message.finished)
@@ -296,9 +349,15 @@ class Execution:
     def _on_tokens(self, chunk: worker_pb2.TokenChunk) -> list[Frame]:
         scored: list[Frame] = []
         if chunk.prompt_logprobs:
-            self._num_scored += len(chunk.prompt_logprobs)
-            scored.append(Frame(prompt_logprobs=chunk.prompt_logprobs))
-        if chunk.choices and self._num_scored != self.job.num_scored:
+            again = min(self._num_scored_again, len(chunk.prompt_logprobs))
+            self._num_scored_again -= again
+            if told := chunk.prompt_logprobs[again:]:
+                self._num_scored += len(told)
+                scored.append(Frame(prompt_logprobs=told))
+        if chunk.choices and self._resumed.since is not None:
+            self._resumed.pauses_s.append(asyncio.get_running_loop().time() - self._resumed.since)
+            self._resumed.since = None
+        if chunk.choices and self._num_scored < self.job.num_scored:
             raise InternalError(f"the worker told {self._num_scored} of the prompt's {self.job.num_scored} positions")
         taken = self._choices.take(chunk)
         for index in taken.stopped:
@@ -344,7 +403,8 @@ class Execution:
             usage=common_pb2.Usage(
                 prompt_tokens=self._lease.used_prompt_tokens,
                 completion_tokens=self.completion_tokens,
-                cached_prompt_tokens=measured.worker.cached_prompt_tokens,
+                cached_prompt_tokens=self._lease.cached_prompt_tokens,
+                resumed=len(self._resumed.pauses_s),
             ),
             timings=common_pb2.Timings(
                 queue_ms=measured.queue_ms,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from manylora.v1 import scheduler_pb2
 from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.ids import QosClass, TenantId
 from manylora_shared.sampling import Sampling
 from manylora_shared.telemetry import request_attributes
+from manylora_shared.wire import QOS_NUMBERS
 
 from manylora_router.guard.admission import Adapter
 from manylora_router.links.wire import Grant
@@ -37,6 +39,8 @@ class Job:
     can_stream: bool = True  # False: all frames come at the end
     constraint: Constraint | None = None
     degraded: Degraded | None = None  # by overload; `max_tokens` is as it is in force
+    is_resumed: bool = False
+    emitted: Sequence[Sequence[int] | None] = ()  # of a resumed one, by choice; None: the choice has ended
 
     @property
     def most_tokens(self) -> int:
@@ -46,16 +50,43 @@ class Job:
     @property
     def num_scored(self) -> int:
         """Tokens of the prompt whose log-probabilities a worker tells."""
-        return 0 if self.sampling.prompt_logprobs is None else len(self.prompt_token_ids) - 1
+        is_asked = self.sampling.prompt_logprobs is not None
+        return len(self.prompt_token_ids) - 1 if is_asked else 0
 
     def as_granted(self, grant: Grant) -> Job:
         """With less output, where overload makes it so."""
         cap = grant.max_output_tokens
-        if cap is None or cap >= self.max_tokens:
+        if cap is None or self.is_resumed or cap >= self.max_tokens:
             return self
         asked = self.degraded.asked_max_tokens if self.degraded is not None else self.max_tokens
         degraded = Degraded(max_tokens=cap, asked_max_tokens=asked, overload_level=grant.overload_level)
         return replace(self, max_tokens=cap, degraded=degraded)
+
+    def resumed(self, emitted: Sequence[Sequence[int] | None]) -> Job:
+        """With the tokens that its callers have."""
+        sampling = self.sampling
+        if emitted:  # the prompt was scored before its first token came
+            sampling = replace(sampling, prompt_logprobs=None)
+        return replace(self, is_resumed=True, emitted=emitted, sampling=sampling)
+
+    def enqueue(self, traceparent: str) -> scheduler_pb2.Enqueue:
+        """As the scheduler is told of it: a resumed one as if all its choices stood where the longest does."""
+        open_ones = [tokens for tokens in self.emitted if tokens is not None]
+        sequences = len(open_ones) if self.emitted else self.n
+        longest = max(map(len, open_ones), default=0)
+        return scheduler_pb2.Enqueue(
+            request_id=self.request_id,
+            tenant_id=self.tenant_id,
+            qos_class=QOS_NUMBERS[self.qos_class],
+            priority=self.priority,
+            adapter_uid=self.adapter.uid if self.adapter else "",
+            adapter_id=self.adapter.name if self.adapter else "",
+            prompt_tokens=len(self.prompt_token_ids) + longest,
+            max_new_tokens=(self.max_tokens - longest) * sequences,
+            sequences=sequences,
+            traceparent=traceparent,
+            resumed=self.is_resumed,
+        )
 
     def attributes(self) -> dict[str, str | bool | int | float]:
         return request_attributes(

@@ -32,6 +32,8 @@ class TokenLease:
         self._is_begun = False
         self._word = worker_pb2.ExecuteFinished()
         self._least_output_tokens = 0
+        self._num_emitted = 0  # of earlier workers
+        self._num_cached = 0  # of the prompt, on the worker that had most
         self._rest: worker_pb2.ExecuteResponse | None = None  # of the last message, what the lease did not cover
         self.was_held_up = False  # the stream waited for its lease, and so did not read from the worker
 
@@ -39,20 +41,31 @@ class TokenLease:
         """A worker has begun: the prompt is used, unless the worker's word is another."""
         self._is_begun = True
 
+    def resumed(self) -> None:
+        """Another worker goes on: what is computed again is not charged, nor what was drawn and is not here."""
+        self._word = worker_pb2.ExecuteFinished()
+        self._least_output_tokens = 0
+        self._num_emitted = self._choices.num_tokens
+
     def ended(self, word: worker_pb2.ExecuteFinished) -> None:
         """The worker's last word of a request that is charged what was handed out."""
         self._word = word
+        self._num_cached = max(self._num_cached, word.cached_prompt_tokens)
 
     def cut_short(self, word: worker_pb2.ExecuteFinished) -> None:
         """As `ended`, of one that is charged what was computed, read or not."""
-        self._word = word
-        self._least_output_tokens = word.output_tokens
+        self.ended(word)
+        self._least_output_tokens = self._num_emitted + word.output_tokens
 
     @property
     def used_prompt_tokens(self) -> int:
-        if self._word.HasField("prompt_tokens"):
+        if self._word.HasField("prompt_tokens") and not self._num_emitted:
             return min(self._word.prompt_tokens, self._num_prompt_tokens)
         return self._num_prompt_tokens * self._is_begun
+
+    @property
+    def cached_prompt_tokens(self) -> int:
+        return min(self._num_cached, self.used_prompt_tokens)
 
     @property
     def used_tokens(self) -> int:
@@ -65,10 +78,9 @@ class TokenLease:
 
     def settle(self) -> None:
         """Cached tokens of the prompt are not charged. Idempotent."""
-        prompt_tokens = self.used_prompt_tokens
-        credit = min(self._word.cached_prompt_tokens, prompt_tokens)
+        prompt_tokens = self.used_prompt_tokens - self.cached_prompt_tokens
         output_tokens = max(self._choices.num_tokens, self._least_output_tokens)
-        self._scheduler.settle(self._request_id, prompt_tokens - credit + output_tokens)
+        self._scheduler.settle(self._request_id, prompt_tokens + output_tokens)
 
     async def cover(
         self, read: Callable[[], Awaitable[worker_pb2.ExecuteResponse]], most_tokens: int

@@ -71,6 +71,8 @@ class WorkerStream:
             n=job.n,
             bad_sequences=[worker_pb2.TokenSequence(token_ids=ids) for ids in job.bad_sequences],
         )
+        for tokens in job.emitted:
+            request.emitted.add(token_ids=tokens or (), has_ended=tokens is None)
         if job.constraint is not None:
             request.constraint.CopyFrom(common_pb2.Constraint(**job.constraint.given()))
         self._channel = channels.acquire(grant.worker_address)

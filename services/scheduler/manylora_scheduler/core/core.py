@@ -229,17 +229,21 @@ class Core:
     def _refusal_of(self, request: QueuedRequest) -> tuple[Code, str, float | None] | None:
         if request.deadline is not None and request.deadline <= self._now:
             return Code.DEADLINE_EXCEEDED, "the deadline passed before the request was queued", None
-        tenant_queued = self._tickets.queued_by_tenant.get(request.flow.tenant_id, 0)
-        if tenant_queued >= self._limits.max_queued_per_tenant:
-            message = f"{tenant_queued} requests of this tenant are queued already"
-            return Code.RESOURCE_EXHAUSTED, message, self._retry_after(request.flow)
-        if self._queue.num_queued >= self._limits.max_queued:
-            message = f"{self._queue.num_queued} requests are queued already"
-            return Code.RESOURCE_EXHAUSTED, message, self._retry_after(request.flow)
+        full = self._what_is_full(request.flow.tenant_id) if not request.is_resumed else ""
+        if full:
+            return Code.RESOURCE_EXHAUSTED, full, self._retry_after(request.flow)
         fleet = self._fleet
         if not fleet.could_ever_run(request) and fleet.any_serving and fleet.all_connected:
             return Code.FAILED_PRECONDITION, _too_large(request), None
         return None
+
+    def _what_is_full(self, tenant_id: TenantId) -> str:
+        tenant_queued = self._tickets.queued_by_tenant.get(tenant_id, 0)
+        if tenant_queued >= self._limits.max_queued_per_tenant:
+            return f"{tenant_queued} requests of this tenant are queued already"
+        if self._queue.num_queued >= self._limits.max_queued:
+            return f"{self._queue.num_queued} requests are queued already"
+        return ""
 
     def _retry_after(self, flow: FlowKey) -> float:
         # It is about as long as the flow's last granted request had waited.

@@ -41,13 +41,17 @@ class KnownFlow(OutputEstimate):
 
     def expected_cost(self, request: QueuedRequest) -> int:
         expected = self.expect(request.max_new_tokens)
-        return PROMPT_TOKEN_COST * request.prompt_tokens + OUTPUT_TOKEN_COST * expected
+        return _prompt_cost(request) + OUTPUT_TOKEN_COST * expected
 
     def reservation(self, request: QueuedRequest) -> int:
         """The cost of a request's first units: a chunk of its prompt and a quantum of each sequence."""
         expected = self.expect(request.max_new_tokens)
         output_tokens = min(expected, QUANTUM_TOKENS * request.sequences)
-        return min(PROMPT_TOKEN_COST * request.prompt_tokens, CHUNK_COST) + OUTPUT_TOKEN_COST * output_tokens
+        return min(_prompt_cost(request), CHUNK_COST) + OUTPUT_TOKEN_COST * output_tokens
+
+
+def _prompt_cost(request: QueuedRequest) -> int:
+    return 0 if request.is_resumed else PROMPT_TOKEN_COST * request.prompt_tokens
 
 
 class Precedence(Protocol):

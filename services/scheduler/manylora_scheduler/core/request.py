@@ -20,6 +20,7 @@ from manylora_scheduler.core.timers import Timed
 if TYPE_CHECKING:
     from manylora_scheduler.core.flows import KnownFlow
 
+_AT_THE_HEAD = -1_000_000  # of its flow, whatever the priorities are
 PATIENCE_S = 60.0  # the deadline of a request without one, as to its place in its flow
 
 
@@ -40,6 +41,7 @@ class QueuedRequest:
     adapter_uid: AdapterUid | None = None
     adapter_id: str = ""  # for traces
     deadline: float | None = None  # by the clock that `Core.apply` is given
+    is_resumed: bool = False  # a worker had begun it: its prompt is charged already
     traceparent: str = ""
     enqueued_ns: int = 0  # Unix time, for traces; 0 while they are off
 
@@ -115,7 +117,8 @@ def rank_of(ticket: Ticket) -> Rank:
     due = ticket.waits_since + PATIENCE_S
     if deadline is not None and deadline < due:
         due = deadline
-    return tuple.__new__(Rank, (-ticket.request.priority, int(1e6 * due), ticket.order))  # one a request: no call more
+    place = -ticket.request.priority if not ticket.request.is_resumed else _AT_THE_HEAD
+    return tuple.__new__(Rank, (place, int(1e6 * due), ticket.order))  # one a request: no call more
 
 
 def urgent_us_of(ticket: Ticket) -> int | None:

@@ -189,7 +189,8 @@ class OverloadGate:
         if self._core_view.is_queued(request.request_id):
             return None
         cost = float(self._core_view.expected_cost(request))
-        is_new = not self._core_view.is_known(request.request_id)  # else it was admitted, and comes again
+        # One that is resumed, or known, was admitted and comes again.
+        is_new = not (request.is_resumed or self._core_view.is_known(request.request_id))
         self._demand.came(flow, cost, now)
         if is_new and not self._view.admits(flow.tenant_id, flow.qos_class, request.request_id):
             self._demand.left(flow, cost, now, is_granted=False)
@@ -224,7 +225,7 @@ class OverloadGate:
         if request.adapter_uid is not None:
             self._neighbours.granted(flow.tenant_id, request.adapter_uid, grant.adapter_resident, now)
         cap = self._view.output_cap(flow.tenant_id, flow.qos_class, request.request_id)
-        if cap is not None and cap < request.max_new_tokens // request.sequences:
+        if cap is not None and not request.is_resumed and cap < request.max_new_tokens // request.sequences:
             grant.max_output_tokens, grant.overload_level = cap, self._view.level_of(*flow)
             self._counts[flow.qos_class].capped += 1
 

@@ -46,6 +46,9 @@ class OverloadTargets:
         return target_s
 
 
+_NEVER_SHED = -1.0  # below all places
+
+
 @dataclass(slots=True)
 class Waiting:
     router_id: RouterId
@@ -104,7 +107,8 @@ class QueueDelays:
 
     def queue(self, request: QueuedRequest, cost: float, now: float) -> None:
         target_s = self._targets.of_request(request, now)
-        waiting = Waiting(request.router_id, now, cost, place_of(request.request_id), target_s)
+        place = _NEVER_SHED if request.is_resumed else place_of(request.request_id)
+        waiting = Waiting(request.router_id, now, cost, place, target_s)
         self.flows.setdefault(request.flow, FlowDelays()).queue(request.request_id, waiting)
         self.num_queued += 1
 

@@ -182,8 +182,11 @@ class QuotaAuthority:
             self._set_queued(lease, False)
 
     def refused(self, request: QueuedRequest, now: float) -> list[Command]:
-        # The core refused what was admitted here.
+        # The core refused what was admitted here. What a resumed one has used is its router's to settle.
         lease = self._lease_of(request)
+        if request.is_resumed:
+            self.granted(request)
+            return []
         return self.settle(lease.router_id, lease.request_id, 0, now) if lease is not None else []
 
     def want_more(self, router_id: RouterId, session: int, request_id: RequestId, now: float) -> list[Command]:

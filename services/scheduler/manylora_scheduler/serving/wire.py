@@ -89,6 +89,7 @@ def queued_request(
         adapter_uid=AdapterUid(message.adapter_uid) if message.adapter_uid else None,
         adapter_id=message.adapter_id,
         deadline=deadline if deadline != math.inf else None,
+        is_resumed=message.resumed,
         traceparent=message.traceparent,
         enqueued_ns=enqueued_ns,
     )

@@ -150,7 +150,8 @@ class EngineCore:
         scope = self._shares.cache_scope(request.tenant_id)
         group = self._requests.add(request, scope, self._bounds.max_output_tokens(request), now)
         for sequence in group.sequences:
-            self._next_mask(sequence, sequence.output_token_ids)
+            if not sequence.is_finished:
+                self._next_mask(sequence, sequence.output_token_ids)
         if self._bounds.longest_blocks(request) > self._shares.hard(request.tenant_id):
             self._note_longest(request.tenant_id)
         if request.adapter_uid is None or self._adapters.acquire(
@@ -457,7 +458,9 @@ class EngineCore:
                 sequence.move_to(SequenceStatus.WAITING)
         leader = group.leader
         assert leader is not None
-        self._planner.parking.enqueue(leader)
+        for sequence in group.sequences if group.is_forked else (leader,):
+            if not sequence.is_finished:
+                self._planner.parking.enqueue(sequence)
 
     def _advance(self, item: Scheduled) -> None:
         sequence, group = item.sequence, item.sequence.group

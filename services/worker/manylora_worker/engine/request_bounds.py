@@ -30,16 +30,17 @@ class RequestBounds:
     def check_model(self, request: EngineRequest) -> None:
         """Without the tenant's bounds."""
         num_prompt = len(request.prompt_token_ids)
-        num_start = num_prompt + len(request.emitted_token_ids)
+        longest_emitted = max(map(len, filter(None, request.emitted)), default=0)
+        num_start = num_prompt + longest_emitted
         assert num_prompt > 0
-        assert request.n == 1 or not request.emitted_token_ids
+        assert len(request.emitted) in (0, request.n)
         if num_start >= self._max_context_tokens:
             raise InvalidRequest.of(
                 "prompt_token_ids",
                 f"{num_start} tokens leave no room in the model's context of {self._max_context_tokens}",
             )
-        if len(request.emitted_token_ids) >= request.max_tokens:
-            raise InvalidRequest.of("max_tokens", "must be greater than the number of emitted_token_ids")
+        if longest_emitted >= request.max_tokens:
+            raise InvalidRequest.of("max_tokens", "must be greater than the number of emitted tokens of a choice")
         if request.n > self._sequence_slots:
             raise InvalidRequest.of(
                 "n", f"{request.n} choices need as many slots, the worker has {self._sequence_slots}"

@@ -18,7 +18,7 @@ from manylora_shared.ids import RequestId
 from manylora_worker.engine.outbox import RequestEnd
 from manylora_worker.kinds.api import EngineRequest
 from manylora_worker.kinds.flow import CacheScope
-from manylora_worker.kinds.sequence import GroupTimes, Sequence, SequenceGroup
+from manylora_worker.kinds.sequence import GroupTimes, Sequence, SequenceGroup, SequenceStatus
 
 _CHOICES_BOUND = 64  # sequence ids: arrival x this + choice
 
@@ -80,10 +80,12 @@ class RequestTable:
         group = SequenceGroup(request, cache_scope, self._arrivals, GroupTimes(added_s=now))
         for choice in range(request.n):
             sequence = Sequence(self._arrivals * _CHOICES_BOUND + choice, group, choice, max_output_tokens)
+            if request.emitted and request.emitted[choice] is None:
+                sequence.move_to(SequenceStatus.FINISHED)
             group.sequences.append(sequence)
             self._sequences[sequence.sequence_id] = sequence
         self._groups[request.request_id] = group
-        self._num_unfinished += request.n
+        self._num_unfinished += group.num_unfinished
         return group
 
     def remove(self, group: SequenceGroup) -> None:

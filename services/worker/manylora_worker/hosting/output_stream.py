@@ -48,14 +48,17 @@ class OutputStream:
         pause_unread_tokens: int = PAUSE_UNREAD_TOKENS,
     ) -> None:
         self.request = request
-        self.unfinished_choices = request.n
+        self.unfinished_choices = request.num_open
         self.is_paused = False
         self.is_too_slow = False
         self._when_read = when_read
         self._pause_unread_tokens = pause_unread_tokens
         self._pending: list[TokenOutput] = []
         self._pending_tokens = 0
-        self._left_tokens = [request.max_tokens - len(request.emitted_token_ids)] * request.n
+        self._left_tokens = [request.max_tokens - len(request.emitted_of(choice)) for choice in range(request.n)]
+        for choice, emitted in enumerate(request.emitted):
+            if emitted is None:
+                self._left_tokens[choice] = 0
         self._end: StreamEnd | None = None
         self._flush_at = float("-inf")
         self._grace_s = 0.0  # for an end that is near

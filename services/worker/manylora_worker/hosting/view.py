@@ -144,7 +144,7 @@ class EngineView:
         if len(self.running) >= self._max_requests:
             raise Overloaded(f"the worker has {len(self.running)} requests")
         stream = self.running[request.request_id] = OutputStream(request, self._resume, self._pause_unread_tokens)
-        self._count(request, request.n)
+        self._count(request, request.num_open)
         for listener in self._listeners:
             listener.request_started(request)
         return stream

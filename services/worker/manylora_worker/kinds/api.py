@@ -45,14 +45,23 @@ class EngineRequest:
     qos_class: QosClass
     adapter_uid: AdapterUid | None
     prompt_token_ids: tuple[int, ...]
-    max_tokens: int  # per choice, tokens in `emitted_token_ids` included
+    max_tokens: int  # per choice, tokens in `emitted` included
     sampling: Sampling
     stop_token_ids: frozenset[int] = frozenset()
     n: int = 1
-    emitted_token_ids: tuple[int, ...] = ()  # of an earlier attempt, forced before sampling goes on (n = 1 only)
+    # of an earlier attempt, one a choice, forced before sampling goes on; None: the choice has ended
+    emitted: tuple[tuple[int, ...] | None, ...] = ()
     # token sequences that do not come in a row in the output of a choice; none is empty
     bad_sequences: tuple[tuple[int, ...], ...] = ()
     constraint: CompiledConstraint | None = None  # its end_token_ids are among stop_token_ids
+
+    @property
+    def num_open(self) -> int:
+        """Choices that have not ended in an earlier attempt."""
+        return self.n - sum(tokens is None for tokens in self.emitted)
+
+    def emitted_of(self, choice: int) -> tuple[int, ...]:
+        return (self.emitted[choice] or ()) if self.emitted else ()
 
 
 class FinishReason(enum.Enum):

@@ -110,11 +110,13 @@ class Sequence:
         self.max_output_tokens = max_output_tokens  # as the request or the model's context bounds it
         self.order = (group.arrival, choice)  # by age, total: the smaller is the older
         self.status = SequenceStatus.WAITING_ADAPTER
-        self.output_token_ids: list[int] = list(group.request.emitted_token_ids)
+        emitted = group.request.emitted_of(choice)
+        self.output_token_ids: list[int] = list(emitted)
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0  # drawn in steps whose result is not there yet
         self.num_steps_in_flight = 0  # until they are over, its blocks are theirs too
-        self.num_charged_tokens = 0  # of the first so many tokens the computing was charged, or the drawing
+        # Of the first so many tokens the computing was charged, or the drawing.
+        self.num_charged_tokens = len(group.request.prompt_token_ids) + len(emitted) if group.is_resumed else 0
         self.block_table: list[int] = []
         self.item: int | None = None  # its queued unit; None while it is in a slot or not with the planner
         self.parked_at = 0  # the step after which it was parked last
@@ -219,7 +221,8 @@ class SequenceGroup:
     arrival: int
     times: GroupTimes
     sequences: list[Sequence] = field(default_factory=list)
-    is_forked: bool = False
+    is_resumed: bool = field(init=False)  # behind tokens that an earlier attempt has drawn
+    is_forked: bool = field(init=False)
     is_paused: bool = False  # its reader does not read: it takes no slot
     num_swaps: int = 0  # of its sequences to host memory
     num_evictions: int = 0  # its sequences lost their blocks and are computed again
@@ -229,6 +232,8 @@ class SequenceGroup:
 
     def __post_init__(self) -> None:
         self.bars = RequestBars.of(self.request)
+        self.is_resumed = any(self.request.emitted)
+        self.is_forked = bool(self.request.emitted)  # each choice stands elsewhere, and computes for itself
 
     @property
     def is_scoring(self) -> bool:
@@ -250,7 +255,7 @@ class SequenceGroup:
     @property
     def num_drawn_tokens(self) -> int:
         # pending ones included
-        return sum(s.num_output_tokens - len(self.request.emitted_token_ids) for s in self.sequences)
+        return sum(s.num_output_tokens - len(self.request.emitted_of(s.choice)) for s in self.sequences)
 
     @property
     def leader(self) -> Sequence | None:

@@ -146,7 +146,7 @@ class ControlSession:
                 request_id=request.request_id,
                 tenant_id=request.tenant_id,
                 qos_class=QOS_NUMBERS[request.qos_class],
-                sequences=request.n,
+                sequences=request.num_open,
             )
         self._add_flows(report)
         self._add_tenants(report)

@@ -65,15 +65,17 @@ def engine_request(message: worker_pb2.ExecuteRequest, model: ModelInfo) -> Engi
     check(message.qos_class in QOS_CLASSES, "qos_class", "must be set")
     check(not message.adapter_uid or is_uid(message.adapter_uid), "adapter_uid", "must be empty or a sha256 in hex")
     prompt = tuple(message.prompt_token_ids)
-    emitted = tuple(message.emitted_token_ids)
+    emitted = tuple(None if each.has_ended else tuple(each.token_ids) for each in message.emitted)
     check(len(prompt) > 0, "prompt_token_ids", "must not be empty")
     _check_token_ids(check, "prompt_token_ids", prompt, model)
     check(1 <= message.n <= MAX_CHOICES, "n", f"must be 1 to {MAX_CHOICES}")
     check(1 <= message.max_tokens <= model.max_context_tokens, "max_tokens", f"must be 1 to {model.max_context_tokens}")
     if emitted:
-        check(message.n == 1, "emitted_token_ids", "can be resumed with n = 1 only")
-        check(len(emitted) < message.max_tokens, "emitted_token_ids", "must be fewer than max_tokens")
-        _check_token_ids(check, "emitted_token_ids", emitted, model)
+        check(len(emitted) == message.n, "emitted", "must be one a choice")
+        check(any(tokens is not None for tokens in emitted), "emitted", "must leave a choice that has not ended")
+        for tokens in emitted:
+            check(len(tokens or ()) < message.max_tokens, "emitted", "must be fewer than max_tokens")
+            _check_token_ids(check, "emitted", tokens or (), model)
     check(len(message.stop_token_ids) <= MAX_STOP_TOKENS, "stop_token_ids", f"at most {MAX_STOP_TOKENS}")
     _check_token_ids(check, "stop_token_ids", message.stop_token_ids, model)
     check(message.sampling.HasField("seed"), "sampling.seed", "must be set")
@@ -100,7 +102,7 @@ def engine_request(message: worker_pb2.ExecuteRequest, model: ModelInfo) -> Engi
         sampling=sampling,
         stop_token_ids=frozenset(message.stop_token_ids),
         n=message.n,
-        emitted_token_ids=emitted,
+        emitted=emitted,
         bad_sequences=bad_sequences,
     )
 
