@@ -31,6 +31,8 @@ _BY_TENANT = (
     Metrics.INTER_TOKEN,
     Metrics.E2E,
     Metrics.QUEUE_WAIT,
+    Metrics.RESUMES,
+    Metrics.RESUME_PAUSE,
 )
 
 
@@ -49,6 +51,7 @@ class EndedRequest:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    pauses_s: Sequence[float] = ()  # until another worker went on
     genai: Mapping[str, str]  # operation and model
     traceparent: str = ""
 
@@ -84,6 +87,10 @@ class RouterMetrics:
         telemetry.count(Metrics.PROMPT_TOKENS, request.prompt_tokens, labels)
         telemetry.count(Metrics.CACHED_TOKENS, request.cached_tokens, labels)
         telemetry.count(Metrics.COMPLETION_TOKENS, request.completion_tokens, labels)
+        if request.pauses_s:
+            telemetry.count(Metrics.RESUMES, len(request.pauses_s), labels)
+        for pause_s in request.pauses_s:
+            telemetry.histogram(Metrics.RESUME_PAUSE, pause_s, labels, traceparent=request.traceparent)
         for metric, genai, seconds in (
             (Metrics.QUEUE_WAIT, None, request.queue_s),
             (Metrics.TTFT, Metrics.GENAI_TTFT, request.ttft_s),

@@ -80,6 +80,7 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_prompt_tokens: int = 0
+    resumed: int = 0  # how often another worker went on with the answer
 
 
 @dataclass(frozen=True)

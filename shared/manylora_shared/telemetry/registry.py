@@ -126,6 +126,16 @@ class Metrics:
     )
     E2E = Metric("request_duration_seconds", "histogram", "router", "From arrival to the end", _FLOW, "s", _SECONDS)
     QUEUE_WAIT = Metric("queue_wait_seconds", "histogram", "router", "In the scheduler's queue", _FLOW, "s", _SECONDS)
+    RESUMES = Metric("resumes", "counter", "router", "Answers that another worker went on with", _FLOW)
+    RESUME_PAUSE = Metric(
+        "resume_pause_seconds",
+        "histogram",
+        "router",
+        "From the loss of a stream's worker to the next token",
+        _FLOW,
+        "s",
+        _SECONDS,
+    )
     GENAI_DURATION = _genai("gen_ai.server.request.duration", "Duration of a request", _SECONDS)
     GENAI_TTFT = _genai("gen_ai.server.time_to_first_token", "Time to the first token", _SECONDS)
     GENAI_TPOT = _genai("gen_ai.server.time_per_output_token", "Time for each token after the first", _TOKEN_SECONDS)

@@ -275,6 +275,7 @@ class Call:
                 prompt_tokens=len(execution.job.prompt_token_ids) if execution.ttft_ms else 0,
                 cached_tokens=execution.cached_prompt_tokens,
                 completion_tokens=execution.completion_tokens,
+                pauses_s=execution.pauses_s,
             )
         calls.metrics.request_ended(ended, now)
 

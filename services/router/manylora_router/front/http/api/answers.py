@@ -108,16 +108,23 @@ class Shape(Protocol):
         """What an event tells of a choice before its first text; None: nothing."""
 
 
+def resumed_part(resumed: int) -> dict[str, int]:
+    """What a usage tells besides, where another worker went on with the answer."""
+    return {"resumed": resumed} if resumed else {}
+
+
 @dataclass
 class _Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    resumed: int = 0
 
     def add(self, usage: common_pb2.Usage) -> None:
         self.prompt_tokens += usage.prompt_tokens
         self.completion_tokens += usage.completion_tokens
         self.cached_tokens += usage.cached_prompt_tokens
+        self.resumed += usage.resumed
 
     def document(self) -> dict[str, Any]:
         return {
@@ -125,6 +132,7 @@ class _Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            **resumed_part(self.resumed),
         }
 
 
@@ -200,6 +208,7 @@ class Answering:
                         told.append(events.delta(base + delta.choice, delta, usage))
                 if frame.finished is not None and frame.finished.outcome == common_pb2.OUTCOME_COMPLETED:
                     usage.cached_tokens += frame.finished.usage.cached_prompt_tokens
+                    usage.resumed += frame.finished.usage.resumed
                     told += self._ends(events, base, frame.finished, usage)
                 if data := b"".join(told):
                     await self._exchange.write(data)

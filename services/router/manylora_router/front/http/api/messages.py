@@ -14,7 +14,7 @@ from manylora_router.dialect.blocks import Block, Kind
 from manylora_router.dialect.dialect import Dialect
 from manylora_router.front.http import errors
 from manylora_router.front.http.api import asked
-from manylora_router.front.http.api.answers import Door
+from manylora_router.front.http.api.answers import Door, resumed_part
 from manylora_router.front.http.api.asked import Form
 from manylora_router.front.http.api.prompts import Conversation, each_of, read_message, read_text
 from manylora_router.front.http.api.telling import Told, event, tell
@@ -222,6 +222,7 @@ class _Message:
                 "cache_read_input_tokens": usage.cached_prompt_tokens,
                 "output_tokens": usage.completion_tokens,
                 **_NO_USAGE,
+                **resumed_part(usage.resumed),
             },
         }
 

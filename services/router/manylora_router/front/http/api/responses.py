@@ -13,7 +13,7 @@ from manylora_router.dialect.blocks import Block, Kind
 from manylora_router.dialect.dialect import Dialect
 from manylora_router.front.http import errors
 from manylora_router.front.http.api import asked
-from manylora_router.front.http.api.answers import Door
+from manylora_router.front.http.api.answers import Door, resumed_part
 from manylora_router.front.http.api.asked import Form
 from manylora_router.front.http.api.constraints import read_format
 from manylora_router.front.http.api.prompts import Conversation, each_of, read_message, read_text
@@ -242,6 +242,7 @@ class _Response:
                 "output_tokens": usage.completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+                **resumed_part(usage.resumed),
             },
         }
 
