@@ -105,7 +105,7 @@ async def test_a_client_that_goes_away_frees_the_worker() -> None:
 async def test_a_failure_in_mid_stream_is_an_event() -> None:
     async def script(request: worker_pb2.ExecuteRequest) -> Any:
         yield STARTED
-        yield tokens(1, 0, ids_of("ab"))
+        yield tokens(1, len(request.emitted[0].token_ids) if request.emitted else 0, ids_of("ab"))
 
     async with http_front(script) as front, front.openai() as client:
         stream = await client.chat.completions.create(model="tiny", messages=HI, stream=True)
@@ -117,9 +117,11 @@ async def test_a_failure_in_mid_stream_is_an_event() -> None:
 
         with pytest.raises(openai.APIError) as failed:
             await read()
-        assert ("".join(texts), failed.value.code) == ("ab", "worker_lost")
+        assert ("".join(texts), failed.value.code) == ("abab", "worker_lost"), (
+            "another worker went on, and was lost too"
+        )
         with pytest.raises(openai.InternalServerError) as refused:
-            await client.chat.completions.create(model="tiny", messages=HI)
+            await client.chat.completions.create(model="tiny", messages=[*HI, *HI])
         assert refused.value.status_code == 503
 
 

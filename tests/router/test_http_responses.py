@@ -76,7 +76,7 @@ async def test_what_is_not_built_is_refused_by_name(fields: dict[str, Any], para
 async def test_a_failure_in_mid_stream_is_an_event() -> None:
     async def broken(request: worker_pb2.ExecuteRequest) -> Any:
         yield STARTED
-        yield tokens(1, 0, ids_of("ab"))
+        yield tokens(1, len(request.emitted[0].token_ids) if request.emitted else 0, ids_of("ab"))
 
     async with http_front(broken) as front, front.openai() as client:
         raw = await client.responses.with_raw_response.create(model="tiny", input="hi", stream=True)
