@@ -54,7 +54,7 @@ from bench.shapes import SHAPES, random_model, random_share
 
 GIB = 1 << 30
 GREEDY = Sampling(seed=0, temperature=0.0)
-TRAFFIC = ("zipf-1000", "loads", "churn", "chunk", "base-only")
+TRAFFIC = ("zipf-1000", "loads", "churn", "chunk", "base-only", "constrained")
 MIXED_RANKS = (8, 16, 32, 64)
 
 
@@ -339,6 +339,8 @@ class Bench:
                 engine_traffic.run_churn(engine, self.print)
             elif case == "chunk":
                 engine_traffic.run_chunk(engine, self.print)
+            elif case == "constrained":
+                engine_traffic.run_constrained(engine, self.loaded.spec.vocab_size, self.print)
             else:
                 bare = self.make_runner(num_kv=12_000, num_adapters=0, max_rows=sizes["batch_tokens"], warms_up=False)
                 plain = engine_traffic.Traffic(self.loaded, bare, store, memory=memory, **sizes)

@@ -6,6 +6,7 @@
     churn        a steady decode of 32 rows with an adapter each, alone and beside 100 adapter loads a second
     chunk        64 rows decode while prompts of 2,048 tokens arrive, one after the other, each one chunk
     base-only    rows without adapters, on an engine without LoRA and on one with 64 adapters on the device
+    constrained  64 rows with an adapter each that draw freely, and 64 that draw inside a JSON schema, by turns
 
 The adapters are real files with real digests. Their weights are a few files' that share their bytes (hard links); the
 configurations differ, so each adapter is read, checked, packed and copied for itself.
@@ -18,6 +19,7 @@ import os
 import random
 import shutil
 import statistics
+import string
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,11 +28,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from manylora_shared.constraints.constraint import Constraint, ConstraintKind
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
 from manylora_shared.stores.adapter_files import CONFIG_NAME, WEIGHTS_NAME, adapter_uid
 from manylora_worker.adapters.cache import AdapterCacheLimits
+from manylora_worker.constraints.compiler import ConstraintCompiler, Vocabulary
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.kinds.api import AdapterTier, EngineRequest, Sampling
+from manylora_worker.kinds.constraint import CompiledConstraint
 from manylora_worker.models.cuda.runner import DeviceModelRunner
 from manylora_worker.models.loader import LoadedModel
 from manylora_worker.planning.step_planner import PlannerLimits
@@ -40,6 +45,7 @@ from manylora_worker.weights.reader_pool import ReaderProcesses
 from manylora_worker.weights.source import AdapterLimits
 from manylora_worker.weights.store import FolderStore
 from safetensors.torch import save_file
+from tokenizers.pre_tokenizers import ByteLevel
 
 GIB = 1 << 30
 HOST_BYTES = 26 * GIB
@@ -131,17 +137,25 @@ class Traffic:
         self.now = time.perf_counter
         self.phases = dict.fromkeys(("begin", "submit", "wait", "end"), 0.0)
 
-    def add(self, prompt_tokens: int, max_tokens: int, adapter_uid: AdapterUid | None) -> RequestId:
+    def add(
+        self,
+        prompt_tokens: int,
+        max_tokens: int,
+        adapter_uid: AdapterUid | None,
+        *,
+        temperature: float = 0.0,
+        constraint: CompiledConstraint | None = None,
+    ) -> RequestId:
         self._serial += 1
         request_id = RequestId(f"r{self._serial}")
         rng = random.Random(self._serial)
         prompt = tuple(rng.randrange(1000, 30000) for _ in range(prompt_tokens))
-        sampling = Sampling(seed=self._serial, temperature=0.0)
+        sampling = Sampling(seed=self._serial, temperature=temperature)
         now = self.now()
         self.core.add(
             EngineRequest(
                 request_id, tenant_of(self._serial), QosClass.STANDARD, adapter_uid, prompt, max_tokens,
-                sampling,
+                sampling, constraint=constraint,
             ),
             now,
         )  # fmt: skip
@@ -341,6 +355,85 @@ def run_chunk(traffic: Traffic, emit: Callable[..., None]) -> None:
     beside = spread(step_times(traffic, 3.0, arrive()))
     emit(case="chunk-2048", batch=len(ids), prompts=len(prompts), alone_p50_ms=alone["p50_ms"], **beside)
     stop(traffic, ids)
+
+
+def run_constrained(traffic: Traffic, vocab_size: int, emit: Callable[..., None], *, seconds: float = 4.0) -> None:
+    compiler = ConstraintCompiler(lambda: make_vocabulary(vocab_size), lambda: None)
+    compiled = [compiler.compile(tenant_of(i), LISTS).result() for i in range(8)]
+    uids = traffic.store.make(range(64))
+    rates: dict[str, list[float]] = {"free": [], "constrained": []}
+    for turn in range(4):  # the first warms up
+        for name, found in rates.items():
+            ids = [
+                traffic.add(
+                    128, 4000, uid, temperature=1.0, constraint=compiled[i % 8] if name == "constrained" else None
+                )
+                for i, uid in enumerate(uids)
+            ]
+            while not all(request_id in traffic.first for request_id in ids):
+                if not traffic.turn():
+                    time.sleep(0.0005)
+            tokens, started = traffic.tokens, traffic.now()
+            while traffic.now() < started + seconds:
+                traffic.turn()
+            if turn:
+                found.append((traffic.tokens - tokens) / (traffic.now() - started))
+            stop(traffic, ids)
+    free, constrained = (statistics.median(found) for found in rates.values())
+    emit(
+        case="constrained", batch=64, vocab_size=vocab_size, free_tokens_per_s=free,
+        constrained_tokens_per_s=constrained, ratio=constrained / free, all=rates,
+    )  # fmt: skip
+    compiler.close()
+
+
+# More than any of these rows writes: each object a name, a number, some tags of a few, and whether it is so.
+LISTS = Constraint(
+    ConstraintKind.JSON_SCHEMA,
+    json.dumps(
+        {
+            "type": "array",
+            "minItems": 1000,
+            "items": {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string", "maxLength": 40},
+                    "count": {"type": "integer", "minimum": 0, "maximum": 9999},
+                    "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 4},
+                    "is_new": {"type": "boolean"},
+                },
+                "required": ["name", "count", "tags", "is_new"],
+                "additionalProperties": False,
+            },
+        }
+    ),
+)
+
+
+def make_vocabulary(size: int) -> Vocabulary:
+    """Byte-level, as wide as the model's: all bytes, and words that nobody has learnt."""
+    rng = random.Random(0)
+    words = {character: i for i, character in enumerate(sorted(ByteLevel.alphabet()))}
+    marks = ['",', '":', '{"', '"}', '["', '"]', "},", "[{", "true", "false", "red", "green", "blue"]
+    for mark in marks:
+        words.setdefault(mark, len(words))
+    while len(words) < size - 1:
+        letters = "".join(rng.choices(string.ascii_letters, k=rng.randint(2, 10)))
+        words.setdefault(rng.choice(("", "Ġ")) + letters, len(words))
+    end = {
+        "id": size - 1, "content": "<|end|>", "special": True,
+        "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+    }  # fmt: skip
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    model: dict[str, Any] = {
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "vocab": words, "merges": [],
+    }  # fmt: skip
+    tokenizer = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [end], "normalizer": None,
+        "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level, "model": model,
+    }  # fmt: skip
+    return Vocabulary(json.dumps(tokenizer), size, [size - 1])
 
 
 def run_base_only(plain: Traffic, lora: Traffic, emit: Callable[..., None]) -> None:

@@ -56,3 +56,15 @@ def test_a_model_without_words_is_told() -> None:
         with pytest.raises(Unready, match="tokenizer"):
             compiling.compile(ACME, regex("a")).result()
         compiling.close()
+
+
+def test_a_mask_is_as_wide_as_the_vocabulary_also_where_32_divides_it() -> None:
+    for size in (512, 513, 543, 544):
+        compiling = ConstraintCompiler(lambda size=size: Vocabulary(DEMO.read_text(), size, (2,)), lambda: None)
+        matcher = compiling.compile(ACME, regex("a")).result().matcher()
+        matcher.take(())
+        while not matcher.is_done(waits=True):
+            pass
+        assert not matcher.error
+        assert len(matcher.mask) == 4 * -(-size // 32)
+        compiling.close()

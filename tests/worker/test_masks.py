@@ -30,12 +30,14 @@ class ByteWords:
 @pytest.fixture
 def lane() -> Iterator[Lane]:
     with ThreadPoolExecutor(1) as pool:
-        yield Lane(pool, threading.Event().set)
+        yield Lane(pool, threading.Event().set, 2)
 
 
 def matcher(lane: Lane, regex: str) -> ConstraintMatcher:
-    tokenizer = LLTokenizer(TokenizerWrapper(ByteWords()), n_vocab=300, eos_token=[EOS])
-    return ConstraintMatcher(LLMatcher(tokenizer, grammar_of(Constraint(ConstraintKind.REGEX, regex))), lane)
+    tokenizer = LLTokenizer(TokenizerWrapper(ByteWords()), eos_token=[EOS])
+    return ConstraintMatcher(
+        LLMatcher(tokenizer, grammar_of(Constraint(ConstraintKind.REGEX, regex))), lane, tokenizer.vocab_size
+    )
 
 
 def done(each: ConstraintMatcher) -> ConstraintMatcher:
@@ -70,3 +72,22 @@ def test_a_token_outside_is_an_error_of_its_own(lane: Lane) -> None:
     assert done(own).error
     assert allowed(other) == b"x"
     assert not other.error
+
+
+def test_masks_of_one_pass_are_each_their_own(lane: Lane) -> None:
+    started, ends = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        started.set()
+        ends.wait()
+
+    lane._pool.submit(hold)
+    assert started.wait(10)
+    owns = [matcher(lane, regex) for regex in ("a", "b|c", "d", "a?")]
+    for own, token in zip(owns, (None, None, "z", "a"), strict=True):
+        own.take([] if token is None else [1 + ord(token)])
+    ends.set()
+    assert [allowed(own) for own in owns[:2]] == [b"a", b"bc"]
+    assert done(owns[2]).error
+    assert done(owns[3]).is_over
+    assert lane._executor is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from manylora_worker.kinds.constraint import Matcher
 TENANT_BYTES = 32 << 20
 _KNOWN_TENANTS = 64
 _COMPILE_THREADS = 2
-_MASK_THREADS = 4
+_LANES_AT_ONCE = 4
 _LEAST_BYTES = 1 << 17  # of one that is compiled, measured; and for each byte of its grammar
 _BYTES_A_BYTE = 64
 
@@ -41,10 +42,11 @@ class Compiled:
     grammar: LLMatcher
     lane: Lane
     end_token_ids: Sequence[int]
+    vocab_size: int
     size_bytes: int
 
     def matcher(self) -> Matcher:
-        return ConstraintMatcher(self.grammar, self.lane)
+        return ConstraintMatcher(self.grammar, self.lane, self.vocab_size)
 
 
 class _Tenant:
@@ -61,10 +63,11 @@ class ConstraintCompiler:
         self._notify = notify
         self._lock = threading.Lock()
         self._tokenizer_lock = threading.Lock()
-        self._tokenizer: tuple[LLTokenizer, Sequence[int]] | None = None
+        self._tokenizer: tuple[LLTokenizer, Vocabulary] | None = None
         self._tenants: OrderedDict[TenantId, _Tenant] = OrderedDict()
         self._compiling = ThreadPoolExecutor(_COMPILE_THREADS, "constraint-compiler")
-        self._masking = ThreadPoolExecutor(_MASK_THREADS, "constraint-masks")
+        self._masking = ThreadPoolExecutor(_LANES_AT_ONCE, "constraint-masks")
+        self._mask_threads = max(1, (os.cpu_count() or 1) // 2)
 
     def compile(self, tenant_id: TenantId, constraint: Constraint) -> Future[Compiled]:
         """Its exceptions: InvalidRequest; Unready: the model has no tokenizer that can be read."""
@@ -90,7 +93,7 @@ class ConstraintCompiler:
             return tenant.compiled[digest]
 
     def _compile(self, tenant_id: TenantId, constraint: Constraint, digest: bytes) -> Compiled:
-        tokenizer, ends = self._read_tokenizer()
+        tokenizer, words = self._read_tokenizer()
         try:
             grammar = grammar_of(constraint)
         except (ValueError, RecursionError) as error:
@@ -102,10 +105,10 @@ class ConstraintCompiler:
         with self._lock:
             tenant = self._tenants.get(tenant_id)
             if tenant is None:
-                tenant = self._tenants[tenant_id] = _Tenant(Lane(self._masking, self._notify))
+                tenant = self._tenants[tenant_id] = _Tenant(Lane(self._masking, self._notify, self._mask_threads))
                 if len(self._tenants) > _KNOWN_TENANTS:
                     self._tenants.popitem(last=False)
-            compiled = Compiled(matcher, tenant.lane, ends, size_bytes)
+            compiled = Compiled(matcher, tenant.lane, list(words.end_token_ids), words.vocab_size, size_bytes)
             if digest not in tenant.compiled and size_bytes <= TENANT_BYTES:
                 tenant.compiled[digest] = compiled
                 tenant.size_bytes += size_bytes
@@ -113,7 +116,7 @@ class ConstraintCompiler:
                     tenant.size_bytes -= tenant.compiled.popitem(last=False)[1].size_bytes
             return compiled
 
-    def _read_tokenizer(self) -> tuple[LLTokenizer, Sequence[int]]:
+    def _read_tokenizer(self) -> tuple[LLTokenizer, Vocabulary]:
         with self._tokenizer_lock:
             if self._tokenizer is None:
                 try:
@@ -124,5 +127,5 @@ class ConstraintCompiler:
                     tokenizer = LLTokenizer(words.tokenizer_json, n_vocab=words.vocab_size, eos_token=ends)
                 except (OSError, ValueError, ManyloraError) as error:
                     raise Unready(f"constraint: the model's tokenizer cannot be used for it: {error}") from error
-                self._tokenizer = (tokenizer, ends)
+                self._tokenizer = (tokenizer, words)
             return self._tokenizer

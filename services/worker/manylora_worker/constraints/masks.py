@@ -1,26 +1,31 @@
-"""Matchers over llguidance, whose masks are made on a few threads beside the engine's.
+"""Matchers over llguidance, whose masks are made on threads beside the engine's.
 
-A tenant's work is one lane, which one thread at a time works off: a grammar that is slow delays its own tenant's rows.
+A tenant's work is one lane, whose masks are made at once, on threads of its own: a grammar that is slow delays its own
+tenant's rows.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from llguidance import LLMatcher
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
 
 GRACE_S = 0.001  # that the engine waits for one lane in a step
 
 
 class Lane:
-    def __init__(self, pool: ThreadPoolExecutor, notify: Callable[[], None]) -> None:
+    """mask_threads: that make the masks of one tenant's rows at once."""
+
+    def __init__(self, pool: ThreadPoolExecutor, notify: Callable[[], None], mask_threads: int) -> None:
         self._pool = pool
         self._notify = notify
+        self._mask_threads = mask_threads
+        self._executor: LLExecutor | None = None  # from the first time that there are several
         self._lock = threading.Lock()
-        self._work: deque[ConstraintMatcher] = deque()
+        self._work: list[ConstraintMatcher] = []
         self._is_idle = threading.Event()
         self._is_idle.set()
 
@@ -38,23 +43,46 @@ class Lane:
     def _run(self) -> None:
         while True:
             with self._lock:
-                if not self._work:
+                work, self._work = self._work, []
+                if not work:
                     self._is_idle.set()
                     break
-                matcher = self._work.popleft()
-            matcher.work()
+            drawing = [matcher for matcher in work if matcher.advance()]
+            if drawing:
+                self._fill(drawing)
+            for matcher in work:
+                matcher.end()
         self._notify()
+
+    def _fill(self, matchers: Sequence[ConstraintMatcher]) -> None:
+        words = matchers[0].mask_words
+        masks = np.empty((len(matchers), words), np.int32)
+        if len(matchers) > 1 and self._executor is None:
+            self._executor = LLExecutor(self._mask_threads)
+        try:
+            if self._executor is None:
+                matchers[0].own.unsafe_compute_mask_ptr(masks.ctypes.data, 4 * words)
+            else:
+                rows = [(matcher.own, row) for row, matcher in enumerate(matchers)]
+                self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, 4 * words, len(rows))
+        except Exception as error:  # whatever it is, it is the end of these choices and of no other
+            for matcher in matchers:
+                matcher.error = f"{type(error).__name__}: {error}"
+            return
+        for row, matcher in zip(masks, matchers, strict=True):
+            matcher.mask = row.tobytes()
 
 
 class ConstraintMatcher:
     """See kinds.constraint.Matcher."""
 
-    def __init__(self, compiled: LLMatcher, lane: Lane) -> None:
+    def __init__(self, compiled: LLMatcher, lane: Lane, vocab_size: int) -> None:
         self._compiled = compiled
         self._lane = lane
         self._own: LLMatcher | None = None
         self._tokens: Sequence[int] = ()
         self._is_done = False
+        self.mask_words = -(-vocab_size // 32)
         self.is_over = False
         self.error = ""
         self.mask = b""
@@ -68,24 +96,31 @@ class ConstraintMatcher:
             self._lane.wait()
         return self._is_done
 
-    def work(self) -> None:
-        """On a lane's thread, which nobody else asks meanwhile."""
-        try:
-            self._work()
-        except Exception as error:  # whatever it is, it is this choice's end and no other's
-            self.error = f"{type(error).__name__}: {error}"
-        self._is_done = True
+    # Called on a lane's thread, which nobody else asks meanwhile:
 
-    def _work(self) -> None:
+    @property
+    def own(self) -> LLMatcher:
         if self._own is None:
             self._own = self._compiled.deep_copy()
-        own = self._own
+        return self._own
+
+    def advance(self) -> bool:
+        """Whether it needs a mask."""
+        try:
+            return self._advance()
+        except Exception as error:  # whatever it is, it is this choice's end and no other's
+            self.error = f"{type(error).__name__}: {error}"
+            return False
+
+    def _advance(self) -> bool:
+        own = self.own
         if self._tokens and not own.consume_tokens(list(self._tokens)):
             self.error = own.get_error() or "a token is outside the constraint"
-            return
-        if own.is_stopped() and own.is_accepting():
-            self.is_over = True
-            return
-        self.mask = own.compute_bitmask()
-        if own.is_error():
-            self.error = own.get_error()
+            return False
+        self.is_over = own.is_stopped() and own.is_accepting()
+        return not self.is_over
+
+    def end(self) -> None:
+        if not self.error and not self.is_over and self.own.is_error():
+            self.error = self.own.get_error()
+        self._is_done = True
