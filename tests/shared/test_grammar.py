@@ -65,7 +65,28 @@ def bombs() -> dict[str, Constraint]:
         "depth beyond the interpreter's": of_schema('{"items":' * 9000 + "{}" + "}" * 9000),
         "regex": Constraint(ConstraintKind.REGEX, "(" * 4000 + "a" + ")" * 4000),
         "grammar": Constraint(ConstraintKind.GRAMMAR, "start: " + "(" * 50_000 + '"a"' + ")" * 50_000),
+        "rules": Constraint(ConstraintKind.GRAMMAR, "\n".join(f'r{i}: r{i + 1} "a"' for i in range(6000))),
+        "rules of GBNF": Constraint(ConstraintKind.GRAMMAR, "\n".join(f"r{i} ::= r{i + 1}" for i in range(2000))),
     }
+
+
+@pytest.mark.parametrize("text", ["root ::= none", "root ::= [a", 'root ::= "a"{', 'a ::= "b"\na ::= "c"'])
+def test_what_is_no_gbnf_is_refused(text: str) -> None:
+    found = refusal(Constraint(ConstraintKind.GRAMMAR, text))
+    assert found is not None
+    assert found.field == "constraint.grammar"
+
+
+def test_looks_for_the_refused_part_end() -> None:
+    """Each of them takes all definitions along."""
+    deep: Any = {"$ref": "#/$defs/x"}
+    for _ in range(60):
+        deep = {"items": deep}
+    named = {f"d{i}": {"enum": [f"{i}-{j}" for j in range(40)]} for i in range(250)}
+    schema = {**deep, "$defs": {"x": UNIQUE, **named, "all": {"anyOf": [{"$ref": f"#/$defs/{n}"} for n in named]}}}
+    started = time.monotonic()
+    assert refusal(of_schema({**schema, "prefixItems": [{"$ref": "#/$defs/all"}]})) is not None
+    assert time.monotonic() - started < 3
 
 
 @pytest.mark.parametrize("name", bombs())

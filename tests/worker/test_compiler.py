@@ -47,6 +47,14 @@ def test_what_cannot_be_compiled_is_named() -> None:
     compiling.close()
 
 
+def test_a_long_chain_of_rules_ends_no_process() -> None:
+    nested = "\n".join(f"r{i}: {'(' * 25}r{i + 1}{')' * 25}" for i in range(1990))
+    chain = Constraint(ConstraintKind.GRAMMAR, f'start: r0\n{nested}\nr1990: "x"')
+    compiling = ConstraintCompiler(words, lambda: None)
+    assert compiling.compile(ACME, chain).result(60).end_token_ids == [2]
+    compiling.close()
+
+
 def test_a_model_without_words_is_told() -> None:
     def none() -> Vocabulary:
         raise OSError("no such file")

@@ -24,6 +24,9 @@ LIMITS = LLParserLimits(
 )
 _MAX_WORDS = 400  # of an error
 _MAX_LOOKS = 64  # into parts of a schema, for the one that is refused
+_MAX_LOOKED_BYTES = 1 << 20  # of all these parts with what they refer to
+_MAX_RULES = 2_000  # what compiling takes grows faster than they
+_MAX_GBNF_RULES = 512  # whose conversion is Python's
 # A model that may put white space anywhere puts it everywhere, small ones until their last token.
 _OPTIONS: Any = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
 _OWN_OPTIONS = "x-guidance"  # llguidance's in a schema: they would take a keyword's meaning away
@@ -49,7 +52,8 @@ def grammar_of(constraint: Constraint) -> str:
             return str(LLMatcher.grammar_from_lark(f"start: {texts}"))
         case ConstraintKind.GRAMMAR:
             source = constraint.source
-            return str(LLMatcher.grammar_from_lark(any_to_lark(source) if _GBNF.search(source) else source))
+            _check_rules(source)
+            return str(LLMatcher.grammar_from_lark(_lark_of(source) if _GBNF.search(source) else source))
         case None:
             raise ValueError("says nothing")
 
@@ -69,6 +73,20 @@ def refusal(constraint: Constraint) -> FieldViolation | None:
     path, problem = _refused_part(_schema(constraint.source), problem)
     where = f"at {shown('.'.join(path))}: " if path else ""
     return FieldViolation(constraint.field, where + _words(problem))
+
+
+def _check_rules(source: str) -> None:
+    """Each has a colon."""
+    for word, most in (("::=", _MAX_GBNF_RULES), (":", _MAX_RULES)):
+        if source.count(word) > most:
+            raise ValueError(f"has more than {most} rules")
+
+
+def _lark_of(gbnf: str) -> str:
+    try:
+        return str(any_to_lark(gbnf))
+    except Exception as error:  # it raises no narrower one for what is wrong with the text
+        raise ValueError(str(error)) from error
 
 
 def _schema(source: str) -> Any:
@@ -96,11 +114,14 @@ def _refused_part(schema: dict[str, Any], problem: str) -> tuple[tuple[str, ...]
     """The deepest part that is refused by itself, as far as looks go."""
     roots: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     found: tuple[str, ...] = ()
+    looked_bytes = 0
     for looks, (path, part) in enumerate(_parts(schema)):
-        if looks == _MAX_LOOKS:
+        if looks == _MAX_LOOKS or looked_bytes > _MAX_LOOKED_BYTES:
             break
         if path[: len(found)] == found and path != found and "$ref" not in part:
-            own = _problem(_of_schema({**roots, **part}))
+            grammar = _of_schema({**roots, **part})
+            looked_bytes += len(grammar)
+            own = _problem(grammar)
             if own and not any(name in own for name in roots):
                 found, problem = path, own
     if (key := _UNKNOWN_KEYS.search(problem)) is not None:

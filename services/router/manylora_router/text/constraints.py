@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 
 from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.errors import FieldViolation
+from manylora_shared.process.deep_threads import DeepThreads
 
 NUM_THREADS = 2
 MAX_SECONDS = 2.0
@@ -19,7 +19,7 @@ class ConstraintCheck:
     """Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(max_workers=NUM_THREADS, thread_name_prefix="constraints")
+        self._executor = DeepThreads(max_workers=NUM_THREADS, thread_name_prefix="constraints")
         self._known: OrderedDict[str, OrderedDict[bytes, None]] = OrderedDict()
 
     def is_known(self, tenant: str, constraint: Constraint) -> bool:

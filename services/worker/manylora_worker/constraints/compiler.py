@@ -14,6 +14,7 @@ from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.constraints.grammar import LIMITS, grammar_of
 from manylora_shared.errors import InvalidRequest, ManyloraError, Unready
 from manylora_shared.ids import TenantId
+from manylora_shared.process.deep_threads import DeepThreads
 
 from manylora_worker.constraints.masks import ConstraintMatcher, Lane
 from manylora_worker.kinds.constraint import Matcher
@@ -65,7 +66,7 @@ class ConstraintCompiler:
         self._tokenizer_lock = threading.Lock()
         self._tokenizer: tuple[LLTokenizer, Vocabulary] | None = None
         self._tenants: OrderedDict[TenantId, _Tenant] = OrderedDict()
-        self._compiling = ThreadPoolExecutor(_COMPILE_THREADS, "constraint-compiler")
+        self._compiling = DeepThreads(_COMPILE_THREADS, "constraint-compiler")
         self._masking = ThreadPoolExecutor(_LANES_AT_ONCE, "constraint-masks")
         self._mask_threads = max(1, (os.cpu_count() or 1) // 2)
 
