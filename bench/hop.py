@@ -6,13 +6,12 @@ machine's cores with the load generator.
 
     added TTFT   the same closed-loop streams against the worker's Execute alone and through the router, in alternating
                  rounds of one run; the difference of the two distributions' p50 and p99
-    fronts       the same streams through one router, by gRPC and as server-sent events over HTTP, in alternating rounds
     carried      two workers that produce as much as this machine lets them; tokens/s that reach the callers through
                  one router, messages they came in, and the router's CPU time for them
 
 Prints JSON lines: {"bench": "hop", "case", "streams", ...}.
 
-    python bench/hop.py [--streams 1,64,256] [--seconds 12] [--step-ms 20] [--only fronts]
+    python bench/hop.py [--streams 1,64,256] [--seconds 12] [--step-ms 20]
 """
 
 from __future__ import annotations
@@ -62,9 +61,9 @@ Request = Callable[[int, Measured], Awaitable[None]]
 
 
 @asynccontextmanager
-async def cluster(step_ms: float, workers: int = 1) -> AsyncIterator[LocalCluster]:
+async def cluster(step_ms: float, workers: int = 1, slots: int = SLOTS) -> AsyncIterator[LocalCluster]:
     """A cluster of one router and fake workers with the tenant in place."""
-    flags = (f"--fake-step-ms={step_ms}", f"--sequence-slots={SLOTS}", "--num-blocks=20000")
+    flags = (f"--fake-step-ms={step_ms}", f"--sequence-slots={slots}", "--num-blocks=20000")
     with tempfile.TemporaryDirectory() as data:
         options = ClusterOptions(
             model=MODEL,
@@ -85,8 +84,8 @@ def through_router(channel: Channel, key: str, max_tokens: int) -> Request:
     metadata = {"x-tenant-id": TENANT, **bearer(key)}
 
     async def request(seed: int, measured: Measured) -> None:
-        message = inference_pb2.GenerateRequest(max_tokens=_length(seed, max_tokens), ignore_eos=True)
-        message.token_ids.ids.extend(_prompt(seed))
+        message = inference_pb2.GenerateRequest(max_tokens=length(seed, max_tokens), ignore_eos=True)
+        message.token_ids.ids.extend(prompt(seed))
         message.sampling.seed = seed
         started = time.perf_counter()
         stream = channel.stream(GENERATE, message, metadata=metadata)
@@ -109,8 +108,8 @@ def to_worker(channel: Channel, max_tokens: int, epoch: int) -> Request:
             epoch=epoch,
             tenant_id=TENANT,
             qos_class=common_pb2.QOS_CLASS_STANDARD,
-            prompt_token_ids=_prompt(seed),
-            max_tokens=_length(seed, max_tokens),
+            prompt_token_ids=prompt(seed),
+            max_tokens=length(seed, max_tokens),
             sampling=common_pb2.SamplingParams(seed=seed),
             n=1,
         )
@@ -124,41 +123,6 @@ def to_worker(channel: Channel, max_tokens: int, epoch: int) -> Request:
                     measured.ttft_ms.append((time.perf_counter() - started) * 1e3)
                     first = False
                 measured.tokens += sum(len(choice.token_ids) for choice in response.tokens.choices)
-
-    return request
-
-
-def over_http(address: str, key: str, max_tokens: int, *, tells_ids: bool) -> Request:
-    """Completions as events, on kept connections, by a client that costs next to nothing.
-
-    tells_ids: each token has an event, as over gRPC; else each text, and half of the fake's first tokens have none.
-    """
-    host, _, port = address.rpartition(":")
-    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-
-    async def request(seed: int, measured: Measured) -> None:
-        body = {"prompt": _prompt(seed), "max_tokens": _length(seed, max_tokens), "ignore_eos": True, "seed": seed}
-        more = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": tells_ids}
-        data = json.dumps({**body, **more}).encode()
-        lines = ["POST /v1/completions HTTP/1.1", f"host: {address}", f"authorization: Bearer {key}"]
-        lines += [f"x-tenant-id: {TENANT}", f"content-length: {len(data)}", "", ""]
-        started = time.perf_counter()
-        reader, writer = idle.pop() if idle else await asyncio.open_connection(host, int(port))
-        writer.write("\r\n".join(lines).encode() + data)
-        first, tail = True, b""
-        while not tail.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
-            part = await reader.read(1 << 16)
-            assert part, "the router closed a stream"
-            events = (
-                part.count(b'"token_ids":[') - part.count(b'"token_ids":[]') if tells_ids else part.count(b'"text":')
-            )
-            measured.messages += events
-            if first and events:
-                measured.ttft_ms.append((time.perf_counter() - started) * 1e3)
-                first = False
-            tail = (tail + part)[-1000:]
-        measured.tokens += int(tail.rpartition(b'"completion_tokens":')[2].partition(b",")[0])
-        idle.append((reader, writer))
 
     return request
 
@@ -199,8 +163,8 @@ async def added_ttft(streams: int, seconds: float, step_ms: float, rounds: int =
                 await drive(request, streams, seconds / rounds, measured, rng)
         await router.close()
         await worker.close()
-    d50, d99 = _quantiles(direct.ttft_ms)
-    r50, r99 = _quantiles(routed.ttft_ms)
+    d50, d99 = quantiles(direct.ttft_ms)
+    r50, r99 = quantiles(routed.ttft_ms)
     emit(
         case="added-ttft",
         streams=streams,
@@ -238,58 +202,21 @@ async def carried(streams: int, seconds: float, step_ms: float) -> None:
     )
 
 
-async def fronts(streams: int, seconds: float, step_ms: float, rounds: int = 2) -> None:
-    rng = random.Random(streams)
-    max_tokens = 4 if streams == 1 else 192
-    async with cluster(step_ms, workers=2) as running:
-        router = psutil.Process(running.pids["router-0"])
-        channel = GrpcTransport().connect(running.router)
-        key = read_key(running.key_file)
-        paths = {
-            "grpc": through_router(channel, key, max_tokens),
-            "http": over_http(running.http_addresses[0], key, max_tokens, tells_ids=streams == 1),
-        }
-        seen = {name: Measured() for name in paths}
-        took_s, cpu_s = dict.fromkeys(paths, 0.0), dict.fromkeys(paths, 0.0)
-        for name in [*paths] + [*paths] * rounds:
-            is_warm = took_s[name] > 0
-            before = router.cpu_times()
-            took = await drive(paths[name], streams, seconds / rounds if is_warm else 1.0, seen[name], rng)
-            after = router.cpu_times()
-            if not is_warm:
-                seen[name], took_s[name] = Measured(), 1e-9
-                continue
-            took_s[name] += took
-            cpu_s[name] += after.user + after.system - before.user - before.system
-        await channel.close()
-    for name, measured in seen.items():
-        p50, p99 = _quantiles(measured.ttft_ms)
-        emit(
-            case="fronts",
-            front=name,
-            streams=streams,
-            tokens_per_s=measured.tokens / took_s[name],
-            tokens_per_router_cpu_s=measured.tokens / max(0.01, cpu_s[name]),
-            ttft_ms_p50=p50,
-            ttft_ms_p99=p99,
-        )
-
-
-def emit(**values: object) -> None:
+def emit(bench: str = "hop", **values: object) -> None:
     rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in values.items()}
-    print(json.dumps({"bench": "hop", **rounded}), flush=True)
+    print(json.dumps({"bench": bench, **rounded}), flush=True)
 
 
-def _prompt(seed: int) -> list[int]:
+def prompt(seed: int) -> list[int]:
     return [3 + (seed + i) % 250 for i in range(PROMPT_TOKENS)]
 
 
-def _length(seed: int, mean_tokens: int) -> int:
+def length(seed: int, mean_tokens: int) -> int:
     """Half to one and a half times the mean, so that the loops do not fall into step."""
     return mean_tokens // 2 + seed % (mean_tokens + 1)
 
 
-def _quantiles(values: list[float]) -> tuple[float, float]:
+def quantiles(values: list[float]) -> tuple[float, float]:
     """p50 and p99."""
     cuts = statistics.quantiles(values, n=100)
     return cuts[49], cuts[98]
@@ -301,11 +228,8 @@ async def main() -> None:
     parser.add_argument("--seconds", type=float, default=12.0)
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--fast-step-ms", type=float, default=2.0, help="the pace of the worker that floods the router")
-    parser.add_argument("--only", default="", help="a case alone: added-ttft, fronts or carried")
+    parser.add_argument("--only", default="", help="a case alone: added-ttft or carried")
     arguments = parser.parse_args()
-    if arguments.only in ("", "fronts"):
-        await fronts(1, arguments.seconds, arguments.step_ms)
-        await fronts(128, arguments.seconds, arguments.fast_step_ms)
     if arguments.only in ("", "added-ttft"):
         for streams in map(int, arguments.streams.split(",")):
             await added_ttft(streams, arguments.seconds, arguments.step_ms)
