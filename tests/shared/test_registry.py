@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from manylora_shared.telemetry import Attribute
 from manylora_shared.telemetry.registry import ALL, LABELS
 
 
@@ -18,3 +19,9 @@ def test_names_are_unique_and_prometheus_takes_them() -> None:
         assert not (metric.otlp and "manylora.tenant.id" in metric.labels) or metric.otlp.startswith("manylora.slo."), (
             "over OTLP a tenant's series never ends"
         )
+
+
+def test_only_who_bounds_names_has_metrics_with_names() -> None:
+    """Routers and workers name those that are used most; each has a test with ten thousand tenants."""
+    named = {Attribute.TENANT_ID, Attribute.ADAPTER_ID, Attribute.RUNNING_ADAPTERS, Attribute.WAITING_ADAPTERS}
+    assert {metric.service for metric in ALL if named & set(metric.labels)} == {"router", "worker"}

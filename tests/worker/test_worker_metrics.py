@@ -8,13 +8,14 @@ from manylora_shared.telemetry import Attribute, Metrics, Telemetry
 from manylora_sim.fake_runner import FakeAdapterBackend, FakeRunner
 from manylora_worker.adapters.cache import AdapterCacheLimits, TenantAdapters
 from manylora_worker.engine.core import EngineCore, EngineLimits
+from manylora_worker.engine.counters import Setbacks
 from manylora_worker.engine.outbox import RequestEnd
 from manylora_worker.hosting.output_stream import EndKind, StreamEnd
 from manylora_worker.hosting.view import EngineView
 from manylora_worker.kinds.api import AdapterTier, EngineRequest, FinishReason
 from manylora_worker.kinds.sequence import GroupTimes
 from manylora_worker.planning.step_planner import PlannerLimits
-from manylora_worker.serving.metrics import EngineMetrics, WorkerMetrics
+from manylora_worker.serving.metrics import MAX_ADAPTERS, MAX_TENANTS, EngineMetrics, WorkerMetrics
 
 
 def test_counts_grow_by_what_is_new_and_bytes_are_of_whole_blocks() -> None:
@@ -91,3 +92,34 @@ def test_what_is_resident_is_told_by_name_to_gateways_and_cold_starts_by_tier() 
     assert told("vllm:request_success_total") == [
         'vllm:request_success_total{engine="0",finished_reason="stop",model_name="base"} 1.0'
     ]
+
+
+def test_ten_thousand_tenants_with_an_adapter_each_have_bounded_series() -> None:
+    limits = EngineLimits(PlannerLimits(16, 8, 2), AdapterCacheLimits(8, 8), max_requests=8)
+    core = EngineCore(FakeRunner(num_blocks=8, block_size=4), FakeAdapterBackend(lambda: 0.0), limits)
+    view = EngineView(core.stats(), 8, lambda command: None)
+    telemetry = Telemetry.recording("worker")
+    metrics = WorkerMetrics(view, telemetry, model="base", block_bytes=100, sequence_slots=2, device_adapter_bytes=1000)
+    most = 0
+    for number in range(12_000):
+        tenant, uid = TenantId(f"t{number % 10_000}"), AdapterUid(f"u{number % 10_000}")
+        request = EngineRequest(RequestId(f"r{number}"), tenant, QosClass.BATCH, uid, (1, 2), 4, Sampling())
+        view.adapters = {uid: AdapterTier(1 + number % 2), AdapterUid(f"u{number % 7}"): AdapterTier.DEVICE}
+        view.kv_blocks = {tenant: 3, TenantId(f"t{number % 7}"): 1}
+        view.setbacks = {tenant: Setbacks(preemptions=number + 1)}
+        metrics.comes(request, f"a{number % 10_000}")
+        times = GroupTimes(1.0, adapter_ready_s=3.0, first_step_s=3.0, first_token_s=4.0)
+        end = RequestEnd(request.request_id, FinishReason.STOP, "", 1, 2, 3, 0, 0, times, 6.0)
+        metrics.ended(request, StreamEnd(EndKind.COMPLETED, "", end))
+        metrics.left(request)
+        if number % 100 == 99:
+            metrics.look(float(number), 1e9)
+        if number % 3_000 == 2_999:
+            most = max(most, sum(not line.startswith("#") for line in telemetry.exposition()[0].decode().splitlines()))
+    by_tenant = (
+        len((Metrics.KV_IN_USE, Metrics.KV_TENANT_EVICTIONS, Metrics.TENANT_PREEMPTIONS)) + 3
+    )  # tiers of requests
+    assert most < 400 + by_tenant * (MAX_TENANTS + 1) + MAX_ADAPTERS + 1
+    text = telemetry.exposition()[0].decode()
+    assert 'preemptions_total{tenant="other"}' in text
+    assert 'adapter_cache_hits_total{adapter="other",tenant="other"}' in text

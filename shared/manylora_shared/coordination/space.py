@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 
@@ -27,12 +28,10 @@ class SpaceWatch:
     async def run(self) -> None:
         """Ends by cancellation."""
         while True:
-            await asyncio.sleep(LOOK_S)
-            try:
+            with contextlib.suppress(StoreUnavailable):  # others say that it is away
                 space = await self._store.space()
-            except StoreUnavailable:
-                continue  # others say that it is away
-            self._take(dataclasses.replace(space, quota_bytes=space.quota_bytes or self._quota_bytes))
+                self._take(dataclasses.replace(space, quota_bytes=space.quota_bytes or self._quota_bytes))
+            await asyncio.sleep(LOOK_S)
 
     def _take(self, space: Space) -> None:
         self.last = space
