@@ -71,6 +71,7 @@ class FakeRouter:
                     "RevokeKey": self.revoke_key,
                     "RotateKey": self.rotate_key,
                     "LiftQuarantine": self.lift_quarantine,
+                    "Drain": self.drain,
                     "GetStatus": self.get_status,
                 },
             ),
@@ -259,6 +260,11 @@ class FakeRouter:
     ) -> admin_pb2.LiftQuarantineResponse:
         missed = ["r-2"] if request.tenant_id == "cedar" else []
         return admin_pb2.LiftQuarantineResponse(prompts=2, missed_router_ids=missed)
+
+    async def drain(self, request: admin_pb2.DrainRequest, call: ServerCall) -> admin_pb2.DrainResponse:
+        if request.id != "w-1":
+            raise NotFound(f"id: no worker, router or leading scheduler is called {request.id!r}")
+        return admin_pb2.DrainResponse(kind="worker")
 
     async def get_status(self, request: Any, call: ServerCall) -> admin_pb2.GetStatusResponse:
         if self.tells_tenant_alone:

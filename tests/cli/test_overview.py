@@ -9,6 +9,12 @@ from tests.cli.conftest import Manylora
 from tests.cli.fake_server import VERSION, FakeRouter
 
 
+async def test_a_service_is_told_to_leave(manylora: Manylora) -> None:
+    assert (await manylora("drain", "w-1")).stdout == "w-1: the worker leaves\n"
+    assert (await manylora("drain", "w-1", "--json")).json == {"id": "w-1", "kind": "worker"}
+    assert "no worker, router or leading scheduler is called 'w-9'" in (await manylora("drain", "w-9")).stderr
+
+
 async def test_status(manylora: Manylora) -> None:
     out = await manylora("status", "--json")
     assert out.json["base_model"] == "tiny"

@@ -129,6 +129,7 @@ class FakeWorker:
             max_lora_rank=8, size_bytes=1000, target_modules=["q_proj", "v_proj"]
         )
         self.refuse_with: RpcError | None = None
+        self.is_leaving = False
         self.running = 0
         self.cancelled = 0
         self.server: Server | None = None
@@ -145,6 +146,7 @@ class FakeWorker:
             "StopChoice": self.stop_choice,
             "EndRequest": self.end_request,
             "ValidateAdapter": self.validate,
+            "Leave": self.leave,
             "Control": control,
         }
         return Service(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"], handlers)
@@ -166,6 +168,10 @@ class FakeWorker:
             raise
         finally:
             self.running -= 1
+
+    async def leave(self, request: common_pb2.LeaveRequest, call: ServerCall) -> common_pb2.LeaveResponse:
+        self.is_leaving = True
+        return common_pb2.LeaveResponse()
 
     async def stop_choice(
         self, request: worker_pb2.StopChoiceRequest, call: ServerCall
@@ -221,6 +227,7 @@ class FakeScheduler:
         self.epoch = epoch
         self.workers: list[tuple[str, str]] = []
         self.holds = False
+        self.is_leaving = False
         self.lossy = False
         self.refusal: scheduler_pb2.Refusal | None = None
         self.enqueued: list[scheduler_pb2.Enqueue] = []
@@ -258,8 +265,12 @@ class FakeScheduler:
     def service(self) -> Service:
         return Service(
             scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"],
-            {"Schedule": self.schedule, "GetSchedulerStatus": self.status},
+            {"Schedule": self.schedule, "GetSchedulerStatus": self.status, "Leave": self.leave},
         )
+
+    async def leave(self, request: common_pb2.LeaveRequest, call: ServerCall) -> common_pb2.LeaveResponse:
+        self.is_leaving = True
+        return common_pb2.LeaveResponse()
 
     async def status(
         self, request: scheduler_pb2.GetSchedulerStatusRequest, call: ServerCall

@@ -25,6 +25,7 @@ class FakeApp:
     error: Exception | None = None
     terminated_at: str = ""
     """The event at which this process gets a SIGTERM."""
+    is_told_to_leave: bool = False
     events: list[str] = field(default_factory=list)
     instance_id: str = "s0"
     address: str = "127.0.0.1:7"
@@ -34,6 +35,11 @@ class FakeApp:
         self._happens("start")
         if not self.starts:
             await asyncio.get_running_loop().create_future()
+
+    async def told_to_leave(self) -> None:
+        if self.is_told_to_leave:
+            return
+        await asyncio.get_running_loop().create_future()
 
     async def failed(self) -> str:
         self._happens("serving")
@@ -77,6 +83,12 @@ async def test_it_is_ready_serves_and_ends_when_told(capsys: pytest.CaptureFixtu
     assert app.events == ["start", "serving", "stop"]
     ready = {"ready": True, "service": "router", "id": "s0", "address": "127.0.0.1:7", "http": "127.0.0.1:8"}
     assert json.loads(capsys.readouterr().out) == ready
+
+
+async def test_a_caller_ends_it_as_a_signal_does() -> None:
+    app = FakeApp(is_told_to_leave=True)
+    assert await run(app)
+    assert app.events == ["start", "serving", "stop"]
 
 
 async def test_a_signal_ends_a_start_that_waits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 from manylora.v1 import common_pb2, worker_pb2
 from manylora_shared.coordination import keys
+from manylora_shared.coordination.records import WorkerRecord
 from manylora_shared.errors import Code
-from manylora_shared.transport.base import Stream
+from manylora_shared.transport.base import Stream, methods_of
 from manylora_sim import loop as simulation
+from manylora_sim.fake_runner import reference_tokens
 from manylora_sim.loop_runtime import LoopRuntime
 
 from tests.worker.worker_fakes import (
@@ -23,6 +26,8 @@ from tests.worker.worker_fakes import (
     refused,
     running_worker,
 )
+
+LEAVE = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])["Leave"]
 
 
 async def test_registration_and_stop() -> None:
@@ -44,6 +49,30 @@ async def test_registration_and_stop() -> None:
         assert result.message == "the worker is shutting down"
         await stopping
         assert list(worker.store.keys) == []
+
+
+async def test_streams_are_handed_over_where_another_worker_stays() -> None:
+    async with running_worker(settings=config(drain_s=60.0)) as worker:
+        for name, is_leaving, digest in (("x", True, "same"), ("y", False, "another"), ("z", False, "same")):
+            own = WorkerRecord.from_json(worker.store.get(keys.worker("w")).value)  # type: ignore[union-attr]
+            record = replace(own, worker_id=name, is_leaving=is_leaving)
+            record = record if digest == "same" else replace(record, model_digest=digest)
+            await worker.store.client().put(keys.worker(name), record.to_json())
+        stream = worker.execute(message(max_tokens=8000))
+        frames = [await stream.read() for _ in range(3)]
+        leaving = asyncio.create_task(worker.app.told_to_leave())
+        await worker.channel.call(LEAVE, common_pb2.LeaveRequest())
+        await leaving
+        assert (await refused(worker.execute(message("r2")).read())).code is Code.UNAVAILABLE
+        stopping = asyncio.create_task(worker.app.stop())
+        while frames[-1].WhichOneof("event") != "finished":
+            frames.append(await stream.read())
+        assert frames[-1].finished.outcome == common_pb2.OUTCOME_WORKER_LOST
+        told = [token for frame in frames for choice in frame.tokens.choices for token in choice.token_ids]
+        assert told == reference_tokens((5, 6, 7), None, 3, 0, len(told))
+        async with asyncio.timeout(10):
+            await stopping
+        assert list(worker.store.keys) == [keys.worker(name) for name in "xyz"]
 
 
 async def collect_finished(stream: Stream) -> worker_pb2.ExecuteFinished:

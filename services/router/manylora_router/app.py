@@ -28,6 +28,7 @@ from manylora_shared.transport.tls import Tls
 
 from manylora_router.admin import operator_key
 from manylora_router.admin.adapters import UPLOAD_BYTES_PER_S, AdapterIntake
+from manylora_router.admin.draining import Draining
 from manylora_router.admin.service_levels import ServiceLevels
 from manylora_router.admin.servicer import AdminServicer
 from manylora_router.admin.sources import Sources
@@ -87,6 +88,7 @@ class RouterApp:
         self._clock = clock or SystemClock()
         self._rng = rng
         self._server: Server | None = None
+        self._leaving = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._peer_secret = peer_secret
         peers = PeerTransport(transport, self._peer_secret)
@@ -126,11 +128,11 @@ class RouterApp:
         self._intake = self._adapter_intake()
         levels = self._service_levels()
         self._status = ClusterStatus(directory=self.directory, transport=peers, levels=levels)
-        self.admin = self._admin(levels)
+        self.admin = self._admin(levels, peers)
         self._http = HttpServer(Routes(self.door), tls) if config.http_listen else None
         self._lease = LeaseSession(store, ttl_s=config.lease_ttl_s)
 
-    def _admin(self, levels: ServiceLevels) -> AdminServicer:
+    def _admin(self, levels: ServiceLevels, peers: Transport) -> AdminServicer:
         return AdminServicer(
             directory=self.directory,
             callers=self.callers,
@@ -139,6 +141,13 @@ class RouterApp:
             verification=Verification(self._files),
             status=self._status,
             levels=levels,
+            draining=Draining(
+                router_id=self.router_id,
+                directory=self.directory,
+                transport=self._transport,
+                peers=peers,
+                leave=self._leaving.set,
+            ),
             clock=self._clock,
             rng=self._rng,
         )
@@ -265,6 +274,9 @@ class RouterApp:
         for error in ended:
             if error is not None and not isinstance(error, asyncio.CancelledError):
                 raise error
+
+    async def told_to_leave(self) -> None:
+        await self._leaving.wait()
 
     async def failed(self) -> None:
         """Waits until a background task ends, which only a bug makes it do, and raises what it raised."""

@@ -60,7 +60,8 @@ class SchedulerApp:
         self._overload = overload
         self._peer_secret = peer_secret
         self._space = SpaceWatch(store, telemetry, quota_bytes=config.etcd_quota_mb << 20)
-        self._servicer = SchedulerServicer(telemetry, self._space)
+        self._leaving = asyncio.Event()
+        self._servicer = SchedulerServicer(telemetry, self._space, self._leaving.set)
         self._workers = Mirror(store, keys.WORKERS, parse=WorkerRecord.stored, on_change=self._worker_changed)
         self._tenants = PolicyMirror(store, self._tenant_changed)
         self._kept_out: Mapping[str, str] = {}
@@ -142,6 +143,9 @@ class SchedulerApp:
         await first_of(
             asyncio.shield(self._leading), asyncio.shield(self._looking), self._workers.failed(), self._tenants.failed()
         )
+
+    async def told_to_leave(self) -> None:
+        await self._leaving.wait()
 
     async def _end_leading(self) -> BaseException | None:
         if self._leading is None:

@@ -8,7 +8,8 @@ import random
 from collections.abc import Mapping
 from contextlib import suppress
 
-from manylora_shared.coordination.base import Store
+from manylora_shared.coordination import keys
+from manylora_shared.coordination.base import Store, StoreUnavailable
 from manylora_shared.coordination.peers import PeerSecret, guarded
 from manylora_shared.coordination.records import WorkerRecord
 from manylora_shared.coordination.session import first_of
@@ -30,6 +31,8 @@ from manylora_worker.weights.adapter_check import AdapterValidator
 _LOG = logging.getLogger(__name__)
 _LAST_FRAMES_S = 1.0
 """For the frames of requests that end with the worker to go out."""
+_TOLD_S = 0.25
+"""For all workers that were told to stop at the same time to say so."""
 
 
 class WorkerApp:
@@ -65,6 +68,7 @@ class WorkerApp:
         )
         self._has_readers = telemetry.has_metrics
         self._constraints = constraints
+        self._leaving = asyncio.Event()
         self._servicer = WorkerServicer(
             runtime,
             validate,
@@ -74,6 +78,7 @@ class WorkerApp:
             parked_sequences=config.parked_sequences,
             frames_per_s=config.frames_per_s,
             metrics=self._metrics,
+            leave=self._set_leaving,
             constraints=constraints,
         )
         if telemetry.has_metrics:
@@ -128,6 +133,8 @@ class WorkerApp:
             self._server.set_serving(False)
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.drain_s):
+                if self._runtime.view.running and await self._others_go_on():
+                    self._servicer.hand_over()
                 await self._servicer.wait_quiet()
         await self._tenants.close()
         if self._watching is not None:
@@ -142,6 +149,28 @@ class WorkerApp:
         self._servicer.end_control()
         if self._server is not None:
             await self._server.stop(_LAST_FRAMES_S)
+
+    async def _others_go_on(self) -> bool:
+        """Whether a worker of the same pool stays. Where nobody knows, what runs here is to end here."""
+        if self._registration is None or self._runtime.view.failure is not None:
+            return False
+        await self._registration.leave()
+        await asyncio.sleep(_TOLD_S)
+        own = self._record()
+        try:
+            listing = await self._store.list(keys.WORKERS)
+            records = [WorkerRecord.stored(kv) for kv in listing.kvs]
+        except (StoreUnavailable, ValueError) as e:
+            _LOG.warning("what runs here is not handed over", extra=fields(worker=self.worker_id, error=str(e)))
+            return False
+        others = (record for record in records if record.worker_id != self.worker_id and not record.is_leaving)
+        return any(record.computes == own.computes for record in others)
+
+    def _set_leaving(self) -> None:
+        self._leaving.set()
+
+    async def told_to_leave(self) -> None:
+        await self._leaving.wait()
 
     async def _tell_metrics(self) -> None:
         while True:

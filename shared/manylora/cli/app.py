@@ -525,6 +525,19 @@ def status(as_json: Json = False, server: Server = DEFAULT_SERVER, key: Key = No
 
 
 @app.command()
+def drain(
+    instance_id: Annotated[str, typer.Argument(metavar="ID", help="Of a worker, a router or the leading scheduler.")],
+    as_json: Json = False,
+    server: Server = DEFAULT_SERVER,
+    key: Key = None,
+) -> None:
+    """Let a service end in order: a worker hands its streams over, the leading scheduler its leadership."""
+    from manylora.cli import overview
+
+    run(overview.drain(connect(server, key), instance_id, as_json=as_json), as_json=as_json)
+
+
+@app.command()
 def top(
     interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.2, max=60.0, help="Between two looks.")] = 1.0,
     server: Server = DEFAULT_SERVER,

@@ -54,6 +54,15 @@ async def show(target: Target, *, as_json: bool) -> None:
         _print(status)
 
 
+async def drain(target: Target, instance_id: str, *, as_json: bool) -> None:
+    async with target.client() as client:
+        kind = await client.drain(instance_id)
+    if as_json:
+        print_json({"id": instance_id, "kind": kind})
+    else:
+        write(f"{instance_id}: the {kind} leaves\n")
+
+
 def _table(columns: Columns[T], items: Sequence[T], *, empty: str = "") -> None:
     if items or empty:
         print_table([name for name, _ in columns], [[read(item) for _, read in columns] for item in items], empty=empty)

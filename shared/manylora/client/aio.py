@@ -410,6 +410,12 @@ class Client:
             await self._caller.call(_ADMIN["GetStatus"], admin_pb2.GetStatusRequest(), timeout_s=timeout_s)
         )
 
+    async def drain(self, instance_id: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> str:
+        """Lets a worker, a router or the leading scheduler end in order. Returns which it is, once it is told."""
+        request = admin_pb2.DrainRequest(id=instance_id)
+        answer = await self._caller.call(_ADMIN["Drain"], request, timeout_s=timeout_s, repeatable=False)
+        return str(answer.kind)
+
     async def wait_until_serving(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Raises RequestFailed with DEADLINE_EXCEEDED where the server's health never says SERVING."""
         deadline = time.monotonic() + timeout_s

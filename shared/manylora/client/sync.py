@@ -260,6 +260,9 @@ class SyncClient:
     def status(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> ClusterStatus:
         return self._thread.run(self._client.status(timeout_s=timeout_s))
 
+    def drain(self, instance_id: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> str:
+        return self._thread.run(self._client.drain(instance_id, timeout_s=timeout_s))
+
     def wait_until_serving(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self._thread.run(self._client.wait_until_serving(timeout_s))
 

@@ -403,6 +403,18 @@ class LiftQuarantineResponse(_message.Message):
     missed_router_ids: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, prompts: _Optional[int] = ..., missed_router_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class DrainRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("kind",)
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    def __init__(self, kind: _Optional[str] = ...) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ("local_only",)
     LOCAL_ONLY_FIELD_NUMBER: _ClassVar[int]

@@ -90,6 +90,9 @@ def _check(name: str, kind: Any, value: Any) -> None:
     elif kind is str:
         if not isinstance(value, str) or not _is_text(value):
             raise ValueError(f"{name}: must be a text")
+    elif kind is bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}: must be true or false")
     elif kind is int:
         most = _MAX_BYTES if name.endswith("_bytes") else _MAX_COUNT
         if type(value) is not int or not 0 <= value <= most:
@@ -127,6 +130,7 @@ class WorkerRecord(_JsonRecord):
     quantization: str = ""
     started_unix_s: float = 0.0  # by its own clock; stays when it registers again
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # of the model, by their names in Sampling
+    is_leaving: bool = False  # it takes no request any more
 
     def __post_init__(self) -> None:
         parse_address(self.address)

@@ -48,6 +48,9 @@ class App(Protocol):
     async def failed(self) -> str | None:
         """Waits until it cannot go on. Returns why, or raises."""
 
+    async def told_to_leave(self) -> None:
+        """Waits until a caller wants it to end in order."""
+
     async def stop(self) -> None:
         """Ends in order; also what was started in part."""
 
@@ -175,7 +178,9 @@ async def _until_stopped(
     told = {"ready": True, "service": service, "id": app.instance_id, "address": app.address}
     print(json.dumps({**told, **app.endpoints, **more}), flush=True)
     failing = asyncio.create_task(app.failed(), name="failure")
-    await asyncio.wait([failing, stop_wanted], return_when=asyncio.FIRST_COMPLETED)
+    leaving = asyncio.create_task(app.told_to_leave(), name="leave")
+    await asyncio.wait([failing, leaving, stop_wanted], return_when=asyncio.FIRST_COMPLETED)
+    leaving.cancel()
     if failing.done():
         if last_resort is not None:
             last_resort.end_soon()

@@ -43,6 +43,7 @@ from manylora_shared.tenancy.policy import TenantPolicy, line_of, parse_policy
 from manylora_shared.transport.base import Gate, ServerCall, Service
 
 from manylora_router.admin.adapters import AdapterIntake
+from manylora_router.admin.draining import Draining
 from manylora_router.admin.service_levels import ServiceLevels
 from manylora_router.admin.status import ClusterStatus
 from manylora_router.admin.verification import Verification
@@ -68,6 +69,7 @@ class AdminServicer:
         verification: Verification,
         status: ClusterStatus,
         levels: ServiceLevels,
+        draining: Draining,
         clock: WallClock,
         rng: random.Random,
     ) -> None:
@@ -79,6 +81,7 @@ class AdminServicer:
         self._versions = AdapterVersions(callers, directory, store, clock, rng)
         self._status = status
         self._levels = levels
+        self._draining = draining
         self._clock = clock
         self._rng = rng
 
@@ -98,6 +101,7 @@ class AdminServicer:
             "RevokeKey": self.revoke_key,
             "RotateKey": self.rotate_key,
             "LiftQuarantine": self.lift_quarantine,
+            "Drain": self.drain,
             "GetStatus": self.get_status,
         }
         return own | self._versions.handlers
@@ -401,6 +405,10 @@ class AdminServicer:
         )
         _LOG.info("quarantine lifted", extra=fields(tenant=request.tenant_id, prompts=answer.prompts))
         return answer
+
+    async def drain(self, request: admin_pb2.DrainRequest, call: ServerCall) -> admin_pb2.DrainResponse:
+        self._caller(call).require(Scope.OPERATOR)
+        return admin_pb2.DrainResponse(kind=await self._draining.drain(request.id, call.metadata))
 
     async def get_status(self, request: admin_pb2.GetStatusRequest, call: ServerCall) -> admin_pb2.GetStatusResponse:
         caller = self._caller(call)

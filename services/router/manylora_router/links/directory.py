@@ -139,8 +139,12 @@ class Directory:
         """The last model that a worker served; None: no worker was ever seen."""
         return self._model
 
+    @property
+    def leader(self) -> SchedulerRecord | None:
+        return self._leader.values.get("")
+
     def leader_address(self) -> str | None:
-        leader = self._leader.values.get("")
+        leader = self.leader
         return leader.address if leader is not None else None
 
     def policy_of(self, tenant_id: TenantId) -> TenantPolicy | None:

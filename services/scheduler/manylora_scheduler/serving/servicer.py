@@ -6,9 +6,10 @@ Without a term every call ends with UNAVAILABLE, and the router asks the coordin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
-from manylora.v1 import scheduler_pb2
+from manylora.v1 import common_pb2, scheduler_pb2
 from manylora_shared.coordination.space import SpaceWatch
 from manylora_shared.errors import Code, InvalidRequest, ManyloraError, ServiceUnavailable
 from manylora_shared.ids import RequestId, RouterId, WorkerId
@@ -26,14 +27,24 @@ _DESCRIPTOR = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 class SchedulerServicer:
     """The app sets `term` and takes it away."""
 
-    def __init__(self, telemetry: Telemetry, space: SpaceWatch) -> None:
+    def __init__(self, telemetry: Telemetry, space: SpaceWatch, leave: Callable[[], None]) -> None:
         self.term: Term | None = None
         self.address = ""
         self._telemetry = telemetry
         self._space = space
+        self._leave = leave
 
     def service(self) -> Service:
-        return Service(_DESCRIPTOR, {"Schedule": self.schedule, "GetSchedulerStatus": self.get_scheduler_status})
+        handlers: dict[str, Callable[..., Any]] = {
+            "Schedule": self.schedule,
+            "GetSchedulerStatus": self.get_scheduler_status,
+            "Leave": self.leave,
+        }
+        return Service(_DESCRIPTOR, handlers)
+
+    async def leave(self, request: common_pb2.LeaveRequest, call: ServerCall) -> common_pb2.LeaveResponse:
+        self._leave()
+        return common_pb2.LeaveResponse()
 
     async def get_scheduler_status(
         self, request: scheduler_pb2.GetSchedulerStatusRequest, call: ServerCall

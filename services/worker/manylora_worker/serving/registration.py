@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Store
 from manylora_shared.coordination.records import WorkerRecord
@@ -16,6 +18,11 @@ class Registration:
     async def start(self) -> None:
         self._session.start()
         await self._session.register(keys.worker(self._record.worker_id), self._record.to_json())
+
+    async def leave(self) -> None:
+        """Others count with it no more; waits until the store has it."""
+        record = replace(self._record, is_leaving=True)
+        await self._session.register(keys.worker(record.worker_id), record.to_json())
 
     def withdraw(self) -> None:
         self._session.unset(keys.worker(self._record.worker_id))

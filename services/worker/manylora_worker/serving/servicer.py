@@ -6,10 +6,10 @@ Owns the fencing epoch, whether the worker drains, and the one Control session. 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
-from manylora.v1 import worker_pb2
+from manylora.v1 import common_pb2, worker_pb2
 from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.errors import InvalidRequest, NotFound, ServiceUnavailable, Unready, WorkerLost
 from manylora_shared.ids import AdapterUid, RequestId, TenantId, name_problem
@@ -55,6 +55,7 @@ class WorkerServicer:
         parked_sequences: int,
         frames_per_s: int,
         metrics: WorkerMetrics,
+        leave: Callable[[], None],
         constraints: ConstraintCompiler | None = None,
     ) -> None:
         """frames_per_s: over all streams; faster ones are gathered. A request's first token never waits."""
@@ -66,10 +67,12 @@ class WorkerServicer:
         self._telemetry = telemetry
         self._metrics = metrics
         self._worker_id = worker_id
+        self._leave = leave
         self._sequence_slots = sequence_slots
         self._parked_sequences = parked_sequences
         self._epoch = 0
         self._is_draining = False
+        self._executing: dict[RequestId, None] = {}
         self._session: ControlSession | None = None
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -84,6 +87,7 @@ class WorkerServicer:
                 "StopChoice": self.stop_choice,
                 "EndRequest": self.end_request,
                 "ValidateAdapter": self.validate_adapter,
+                "Leave": self.leave,
                 "Control": self.control,
             },
         )
@@ -93,6 +97,11 @@ class WorkerServicer:
         self._is_draining = True
         if self._session is not None:
             self._session.draining()
+
+    def hand_over(self) -> None:
+        """Ends what routers run here, at its next token, for other workers to go on with."""
+        for request_id in self._executing:
+            self._runtime.abort(request_id)
 
     async def wait_quiet(self) -> None:
         await self._quiet.wait()
@@ -134,6 +143,7 @@ class WorkerServicer:
             self._telemetry, request, call.metadata, worker_id=self._worker_id, now_s=self._runtime.now()
         ) as spans:
             stream = self._runtime.submit(request)
+            self._executing[request.request_id] = None
             try:
                 self._metrics.comes(request, call.metadata.get(ADAPTER_KEY, ""))
                 await stream.has_something(_STARTED_S)
@@ -157,6 +167,7 @@ class WorkerServicer:
                 yield worker_pb2.ExecuteResponse(frame=frame, finished=execute_finished(end))
             finally:
                 self._metrics.left(request)
+                del self._executing[request.request_id]
                 self._let_go(stream)
 
     async def _constrained(self, request: EngineRequest, constraint: Constraint) -> EngineRequest:
@@ -195,6 +206,11 @@ class WorkerServicer:
         if end.request_end is None:
             raise WorkerLost(end.message)
         return worker_pb2.EndRequestResponse(finished=execute_finished(end))
+
+    async def leave(self, message: common_pb2.LeaveRequest, call: ServerCall) -> common_pb2.LeaveResponse:
+        self.drain()
+        self._leave()
+        return common_pb2.LeaveResponse()
 
     async def validate_adapter(
         self, message: worker_pb2.ValidateAdapterRequest, call: ServerCall

@@ -1,0 +1,74 @@
+"""Tells a service, by its id, that it is to end in order. Knows where it is from the mirrors, and not how it ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+from google.protobuf.message import Message
+from manylora.v1 import admin_pb2, common_pb2, scheduler_pb2, worker_pb2
+from manylora_shared.errors import NotFound
+from manylora_shared.telemetry.logs import fields
+from manylora_shared.tenancy.identity import AUTHORIZATION_KEY
+from manylora_shared.transport.base import Method, Transport, methods_of
+
+from manylora_router.links.directory import Directory
+
+_LOG = logging.getLogger(__name__)
+_TIMEOUT_S = 5.0
+_LEAVE_WORKER = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])["Leave"]
+_LEAVE_SCHEDULER = methods_of(scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"])["Leave"]
+_DRAIN = methods_of(admin_pb2.DESCRIPTOR.services_by_name["AdminService"])["Drain"]
+_MAX_SHOWN = 80
+
+
+class Draining:
+    def __init__(
+        self,
+        *,
+        router_id: str,
+        directory: Directory,
+        transport: Transport,
+        peers: Transport,
+        leave: Callable[[], None],
+    ) -> None:
+        """`peers`: to workers and schedulers. `leave`: this router's own."""
+        self._router_id = router_id
+        self._directory = directory
+        self._transport = transport
+        self._peers = peers
+        self._leave = leave
+
+    async def drain(self, instance_id: str, metadata: Mapping[str, str]) -> str:
+        """Returns of what kind it is. Raises NotFound, or RpcError where it does not answer."""
+        directory, leave = self._directory, common_pb2.LeaveRequest()
+        kept_out = directory.kept_out.get(instance_id)
+        worker = directory.workers.get(instance_id) or (kept_out[0] if kept_out is not None else None)
+        leader = directory.leader
+        if worker is not None:
+            kind = "worker"
+            await self._call(self._peers, worker.address, _LEAVE_WORKER, leave, {})
+        elif instance_id == self._router_id:
+            kind = "router"
+            self._leave()
+        elif (router := directory.routers.get(instance_id)) is not None:
+            kind = "router"
+            credentials = {AUTHORIZATION_KEY: metadata.get(AUTHORIZATION_KEY, "")}
+            request = admin_pb2.DrainRequest(id=instance_id)
+            await self._call(self._transport, router.address, _DRAIN, request, credentials)
+        elif leader is not None and leader.scheduler_id == instance_id:
+            kind = "scheduler"
+            await self._call(self._peers, leader.address, _LEAVE_SCHEDULER, leave, {})
+        else:
+            raise NotFound(f"id: no worker, router or leading scheduler is called {instance_id[:_MAX_SHOWN]!r}")
+        _LOG.info("a service is told to leave", extra=fields(instance=instance_id, kind=kind))
+        return kind
+
+    async def _call(
+        self, transport: Transport, address: str, method: Method, request: Message, metadata: Mapping[str, str]
+    ) -> None:
+        channel = transport.connect(address)
+        try:
+            await channel.call(method, request, timeout=_TIMEOUT_S, metadata=metadata)
+        finally:
+            await channel.close()

@@ -1,0 +1,36 @@
+"""Who is told to leave, by whom, and how."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from manylora_shared.errors import RpcError
+from router_fakes import RouterCluster, simulate, until
+from test_router_identity import call
+
+
+def test_each_kind_of_service_is_told() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        assert (await call(cluster.client, "Drain", id="worker-1")).kind == "worker"
+        assert [worker.is_leaving for worker in cluster.workers] == [False, True]
+        assert (await call(cluster.client, "Drain", id="scheduler-0")).kind == "scheduler"
+        assert cluster.scheduler.is_leaving
+        leaving = asyncio.create_task(cluster.app.told_to_leave())
+        assert (await call(cluster.client, "Drain", id="router-0")).kind == "router"
+        await leaving
+
+    simulate(test)
+
+
+def test_only_operators_tell_and_only_who_is_there() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        with pytest.raises(RpcError, match="no worker, router or leading scheduler is called 'worker-9'"):
+            await call(cluster.client, "Drain", id="worker-9")
+        channel = cluster.caller(await cluster.put_key(tenant="acme", scopes=("admin",)))
+        await until(lambda: len(cluster.app.directory.api_keys) == 2)
+        with pytest.raises(RpcError, match="PERMISSION_DENIED"):
+            await call(channel, "Drain", id="worker-1")
+        assert not any(worker.is_leaving for worker in cluster.workers)
+
+    simulate(test)
