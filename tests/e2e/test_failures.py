@@ -61,55 +61,20 @@ async def works(client: Client) -> None:
     assert result.text == "AB3"
 
 
-async def test_a_killed_workers_streams_end_clearly_and_the_others_go_on(whole: UpCluster, client: Client) -> None:
+async def test_new_requests_go_to_the_other_worker_at_once(whole: UpCluster, client: Client) -> None:
     running = await start(client, 6)
     whole.kill("worker-0")
     killed_s = time.monotonic()
-    await works(client)  # on the other one, at once
+    await works(client)
     assert time.monotonic() - killed_s < 5
-    ends = await asyncio.wait_for(asyncio.gather(*(r.task for r in running), return_exceptions=True), 120)
-    lost = [e for e in ends if isinstance(e, BaseException)]
-    assert 0 < len(lost) < len(running), "both workers had streams"
-    for end, stream in zip(ends, running, strict=True):
-        if isinstance(end, Result):
-            assert (end.outcome, len(end.token_ids), end.worker_id) == ("completed", LONG_TOKENS, "worker-1")
-            continue
-        assert isinstance(end, RequestFailed)
-        assert end.code == "UNAVAILABLE"
-        assert "worker-0 was lost" in end.message
-        assert end.result is not None
-        assert end.result.outcome == "worker_lost"
-        assert end.result.usage.completion_tokens == stream.tokens == len(end.result.token_ids)
-    tokens = [each.stream.result().token_ids for each in running]
-    longest = max(tokens, key=len)
-    assert all(longest[: len(t)] == t for t in tokens), "the same seed drew the same tokens on both workers"
+    results = [r.result() for r in await _finish(running)]
+    assert [(r.outcome, len(r.token_ids)) for r in results] == [("completed", LONG_TOKENS)] * 6
+    assert len({r.token_ids for r in results}) == 1, "the same seed drew the same tokens on both workers"
+    assert 0 < sum(r.usage.resumed for r in results) < 6, "both workers had streams"
 
     await whole.wait_complete()
     served = {r.result().worker_id for r in await _finish(await start(client, 8, 50))}
     assert served == {"worker-0", "worker-1"}, "the restarted worker serves again"
-
-
-async def test_streams_of_a_killed_worker_end_within_three_seconds(whole: UpCluster, client: Client) -> None:
-    running = await start(client, 4)
-    whole.kill("worker-1")
-    killed_s = time.monotonic()
-    ended: list[float] = []
-
-    async def watch(each: Running) -> None:
-        try:
-            await each.task
-        except RequestFailed:
-            ended.append(time.monotonic() - killed_s)
-
-    watchers = [asyncio.create_task(watch(each)) for each in running]
-    await asyncio.sleep(3)
-    assert ended
-    assert max(ended) < 3
-    alive = [each for each in running if not each.task.done()]
-    assert all(each.last_token_s > killed_s + 1 for each in alive), "whoever still streams is on the other worker"
-    for each in running:
-        each.stream.cancel()
-    await asyncio.gather(*watchers, return_exceptions=True)
 
 
 @pytest.mark.parametrize("victim", ["scheduler", "etcd"])

@@ -146,7 +146,7 @@ class FakeWorker:
             "StopChoice": self.stop_choice,
             "EndRequest": self.end_request,
             "ValidateAdapter": self.validate,
-            "Leave": self.leave,
+            "LeavePool": self.leave,
             "Control": control,
         }
         return Service(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"], handlers)
@@ -169,9 +169,9 @@ class FakeWorker:
         finally:
             self.running -= 1
 
-    async def leave(self, request: common_pb2.LeaveRequest, call: ServerCall) -> common_pb2.LeaveResponse:
+    async def leave(self, request: worker_pb2.LeavePoolRequest, call: ServerCall) -> worker_pb2.LeavePoolResponse:
         self.is_leaving = True
-        return common_pb2.LeaveResponse()
+        return worker_pb2.LeavePoolResponse()
 
     async def stop_choice(
         self, request: worker_pb2.StopChoiceRequest, call: ServerCall
@@ -265,12 +265,12 @@ class FakeScheduler:
     def service(self) -> Service:
         return Service(
             scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"],
-            {"Schedule": self.schedule, "GetSchedulerStatus": self.status, "Leave": self.leave},
+            {"Schedule": self.schedule, "GetSchedulerStatus": self.status, "Resign": self.leave},
         )
 
-    async def leave(self, request: common_pb2.LeaveRequest, call: ServerCall) -> common_pb2.LeaveResponse:
+    async def leave(self, request: scheduler_pb2.ResignRequest, call: ServerCall) -> scheduler_pb2.ResignResponse:
         self.is_leaving = True
-        return common_pb2.LeaveResponse()
+        return scheduler_pb2.ResignResponse()
 
     async def status(
         self, request: scheduler_pb2.GetSchedulerStatusRequest, call: ServerCall

@@ -27,7 +27,7 @@ from tests.worker.worker_fakes import (
     running_worker,
 )
 
-LEAVE = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])["Leave"]
+LEAVE = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])["LeavePool"]
 
 
 async def test_registration_and_stop() -> None:
@@ -61,7 +61,7 @@ async def test_streams_are_handed_over_where_another_worker_stays() -> None:
         stream = worker.execute(message(max_tokens=8000))
         frames = [await stream.read() for _ in range(3)]
         leaving = asyncio.create_task(worker.app.told_to_leave())
-        await worker.channel.call(LEAVE, common_pb2.LeaveRequest())
+        await worker.channel.call(LEAVE, worker_pb2.LeavePoolRequest())
         await leaving
         assert (await refused(worker.execute(message("r2")).read())).code is Code.UNAVAILABLE
         stopping = asyncio.create_task(worker.app.stop())

@@ -125,14 +125,6 @@ class PositionLogprobs(_message.Message):
     rank: int
     def __init__(self, logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., rank: _Optional[int] = ...) -> None: ...
 
-class LeaveRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class LeaveResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_prompt_tokens", "resumed")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]

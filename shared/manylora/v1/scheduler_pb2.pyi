@@ -256,6 +256,14 @@ class Refusal(_message.Message):
     breaches: _containers.RepeatedCompositeFieldContainer[QuotaBreach]
     def __init__(self, request_id: _Optional[str] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., breaches: _Optional[_Iterable[_Union[QuotaBreach, _Mapping]]] = ...) -> None: ...
 
+class ResignRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResignResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class GetSchedulerStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

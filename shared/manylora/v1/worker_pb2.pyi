@@ -146,6 +146,14 @@ class EndRequestResponse(_message.Message):
     finished: ExecuteFinished
     def __init__(self, finished: _Optional[_Union[ExecuteFinished, _Mapping]] = ...) -> None: ...
 
+class LeavePoolRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LeavePoolResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ValidateAdapterRequest(_message.Message):
     __slots__ = ("path", "tenant_id", "adapter_uid")
     PATH_FIELD_NUMBER: _ClassVar[int]

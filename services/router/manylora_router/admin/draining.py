@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from google.protobuf.message import Message
-from manylora.v1 import admin_pb2, common_pb2, scheduler_pb2, worker_pb2
+from manylora.v1 import admin_pb2, scheduler_pb2, worker_pb2
 from manylora_shared.errors import NotFound
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.identity import AUTHORIZATION_KEY
@@ -16,8 +16,8 @@ from manylora_router.links.directory import Directory
 
 _LOG = logging.getLogger(__name__)
 _TIMEOUT_S = 5.0
-_LEAVE_WORKER = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])["Leave"]
-_LEAVE_SCHEDULER = methods_of(scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"])["Leave"]
+_LEAVE_WORKER = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])["LeavePool"]
+_LEAVE_SCHEDULER = methods_of(scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"])["Resign"]
 _DRAIN = methods_of(admin_pb2.DESCRIPTOR.services_by_name["AdminService"])["Drain"]
 _MAX_SHOWN = 80
 
@@ -41,13 +41,13 @@ class Draining:
 
     async def drain(self, instance_id: str, metadata: Mapping[str, str]) -> str:
         """Returns of what kind it is. Raises NotFound, or RpcError where it does not answer."""
-        directory, leave = self._directory, common_pb2.LeaveRequest()
+        directory = self._directory
         kept_out = directory.kept_out.get(instance_id)
         worker = directory.workers.get(instance_id) or (kept_out[0] if kept_out is not None else None)
         leader = directory.leader
         if worker is not None:
             kind = "worker"
-            await self._call(self._peers, worker.address, _LEAVE_WORKER, leave, {})
+            await self._call(self._peers, worker.address, _LEAVE_WORKER, worker_pb2.LeavePoolRequest(), {})
         elif instance_id == self._router_id:
             kind = "router"
             self._leave()
@@ -58,7 +58,7 @@ class Draining:
             await self._call(self._transport, router.address, _DRAIN, request, credentials)
         elif leader is not None and leader.scheduler_id == instance_id:
             kind = "scheduler"
-            await self._call(self._peers, leader.address, _LEAVE_SCHEDULER, leave, {})
+            await self._call(self._peers, leader.address, _LEAVE_SCHEDULER, scheduler_pb2.ResignRequest(), {})
         else:
             raise NotFound(f"id: no worker, router or leading scheduler is called {instance_id[:_MAX_SHOWN]!r}")
         _LOG.info("a service is told to leave", extra=fields(instance=instance_id, kind=kind))

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from manylora.v1 import common_pb2, scheduler_pb2
+from manylora.v1 import scheduler_pb2
 from manylora_shared.coordination.space import SpaceWatch
 from manylora_shared.errors import Code, InvalidRequest, ManyloraError, ServiceUnavailable
 from manylora_shared.ids import RequestId, RouterId, WorkerId
@@ -38,13 +38,13 @@ class SchedulerServicer:
         handlers: dict[str, Callable[..., Any]] = {
             "Schedule": self.schedule,
             "GetSchedulerStatus": self.get_scheduler_status,
-            "Leave": self.leave,
+            "Resign": self.resign,
         }
         return Service(_DESCRIPTOR, handlers)
 
-    async def leave(self, request: common_pb2.LeaveRequest, call: ServerCall) -> common_pb2.LeaveResponse:
+    async def resign(self, request: scheduler_pb2.ResignRequest, call: ServerCall) -> scheduler_pb2.ResignResponse:
         self._leave()
-        return common_pb2.LeaveResponse()
+        return scheduler_pb2.ResignResponse()
 
     async def get_scheduler_status(
         self, request: scheduler_pb2.GetSchedulerStatusRequest, call: ServerCall

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
-from manylora.v1 import common_pb2, worker_pb2
+from manylora.v1 import worker_pb2
 from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.errors import InvalidRequest, NotFound, ServiceUnavailable, Unready, WorkerLost
 from manylora_shared.ids import AdapterUid, RequestId, TenantId, name_problem
@@ -87,7 +87,7 @@ class WorkerServicer:
                 "StopChoice": self.stop_choice,
                 "EndRequest": self.end_request,
                 "ValidateAdapter": self.validate_adapter,
-                "Leave": self.leave,
+                "LeavePool": self.leave_pool,
                 "Control": self.control,
             },
         )
@@ -207,10 +207,10 @@ class WorkerServicer:
             raise WorkerLost(end.message)
         return worker_pb2.EndRequestResponse(finished=execute_finished(end))
 
-    async def leave(self, message: common_pb2.LeaveRequest, call: ServerCall) -> common_pb2.LeaveResponse:
+    async def leave_pool(self, message: worker_pb2.LeavePoolRequest, call: ServerCall) -> worker_pb2.LeavePoolResponse:
         self.drain()
         self._leave()
-        return common_pb2.LeaveResponse()
+        return worker_pb2.LeavePoolResponse()
 
     async def validate_adapter(
         self, message: worker_pb2.ValidateAdapterRequest, call: ServerCall
