@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import transformers
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
-from manylora_shared.stores.adapter_files import adapter_uid
+from manylora_shared.stores.adapter_files import adapter_digest
 from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.config import WorkerConfig
 from manylora_worker.engine.core import EngineCore, EngineLimits
@@ -94,7 +94,7 @@ def make_files(arguments: argparse.Namespace, folder: Path) -> dict[str, Adapter
         model = wrapped.unload()
         source = folder / f"adapter-{i}"
         config_json = json.loads((source / "adapter_config.json").read_text())
-        uids[f"adapter-{i}"] = adapter_uid(config_json, source / "adapter_model.safetensors")
+        uids[f"adapter-{i}"] = AdapterUid(adapter_digest(config_json, source / "adapter_model.safetensors"))
         target = folder / "store" / "objects" / uids[f"adapter-{i}"]
         target.parent.mkdir(parents=True, exist_ok=True)
         source.rename(target)

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from manylora_shared.constraints.constraint import Constraint, ConstraintKind
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
-from manylora_shared.stores.adapter_files import CONFIG_NAME, WEIGHTS_NAME, adapter_uid
+from manylora_shared.stores.adapter_files import CONFIG_NAME, WEIGHTS_NAME, adapter_digest
 from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.constraints.compiler import ConstraintCompiler, Vocabulary
 from manylora_worker.engine.core import EngineCore, EngineLimits
@@ -91,7 +91,7 @@ class Store:
             "lora_dropout": index / 10_000,  # says nothing about inference, and makes another adapter of it
             "target_modules": "all-linear",
         }
-        uid = adapter_uid(config, weights)
+        uid = AdapterUid(adapter_digest(config, weights))
         folder = self.objects / uid
         folder.mkdir()
         (folder / CONFIG_NAME).write_text(json.dumps(config))

@@ -8,7 +8,8 @@ from typing import NewType
 
 TenantId = NewType("TenantId", str)
 AdapterName = NewType("AdapterName", str)  # inside its tenant's namespace
-# sha256 (hex) over an adapter's content; names with equal bytes share one, a reload with other bytes has another
+AdapterDigest = NewType("AdapterDigest", str)  # sha256 (hex) over an adapter's content
+# one copy of an adapter in a cluster's memory: its digest, and behind an @ the tenant whose own it is
 AdapterUid = NewType("AdapterUid", str)
 RequestId = NewType("RequestId", str)
 WorkerId = NewType("WorkerId", str)
@@ -16,6 +17,7 @@ RouterId = NewType("RouterId", str)
 
 MAX_NAME_CHARS = 64
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_DIGEST = re.compile("[0-9a-f]{64}")
 _NOT_IN_A_NAME = re.compile(r"[^a-z0-9._-]")
 
 
@@ -36,6 +38,28 @@ def name_problem(name: str) -> str | None:
     if ".." in name:
         return "has '..', which no name may have"
     return f"begins with {name[0]!r}; a name begins with a letter or digit"
+
+
+def is_digest(text: str) -> bool:
+    return _DIGEST.fullmatch(text) is not None
+
+
+def adapter_uid(digest: AdapterDigest, owner: TenantId | None) -> AdapterUid:
+    """owner: None: of all tenants that share copies."""
+    return AdapterUid(digest if owner is None else f"{digest}@{owner}")
+
+
+def digest_of(uid: AdapterUid) -> AdapterDigest:
+    return AdapterDigest(uid.partition("@")[0])
+
+
+def owner_of(uid: AdapterUid) -> TenantId | None:
+    return TenantId(uid.partition("@")[2]) or None
+
+
+def is_uid(text: str) -> bool:
+    digest, at, owner = text.partition("@")
+    return is_digest(digest) and (is_valid_name(owner) if at else True)
 
 
 class QosClass(enum.StrEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from manylora_shared.errors import FieldViolation, InvalidRequest, NotFound
-from manylora_shared.ids import AdapterUid
+from manylora_shared.ids import AdapterDigest
 from manylora_shared.stores.adapter_files import (
     CONFIG_NAME,
     FILE_NAMES,
@@ -14,9 +14,9 @@ from manylora_shared.stores.adapter_files import (
     OBJECTS,
     WEIGHTS_NAME,
     check_chunk,
+    content_hasher,
     object_path,
     parse_config,
-    uid_digest,
 )
 from manylora_shared.stores.adapter_tokenizer import BroughtTokenizer
 
@@ -62,23 +62,23 @@ class MemoryAdapterFiles:
         self._put(incoming, dict(source))
         return BroughtTokenizer()
 
-    async def finish(self, incoming: str) -> AdapterUid:
+    async def finish(self, incoming: str) -> AdapterDigest:
         folder = self.files[incoming]
         missing = [name for name in FILE_NAMES if name not in folder]
         if missing:
             raise InvalidRequest.of_all([FieldViolation(name, "is missing") for name in missing])
-        digest = uid_digest(parse_config(folder[CONFIG_NAME]))
-        digest.update(folder[WEIGHTS_NAME])
-        return AdapterUid(digest.hexdigest())
+        hasher = content_hasher(parse_config(folder[CONFIG_NAME]))
+        hasher.update(folder[WEIGHTS_NAME])
+        return AdapterDigest(hasher.hexdigest())
 
-    async def commit(self, incoming: str, uid: AdapterUid) -> None:
-        self._put(object_path(uid), self.files[incoming])
+    async def commit(self, incoming: str, digest: AdapterDigest) -> None:
+        self._put(object_path(digest), self.files[incoming])
         await self.discard(incoming)
 
-    async def problem(self, uid: AdapterUid) -> str:
-        path = object_path(uid)
+    async def problem(self, digest: AdapterDigest) -> str:
+        path = object_path(digest)
         try:
-            return "" if path in self.files and await self.finish(path) == uid else "it is not what was registered"
+            return "" if path in self.files and await self.finish(path) == digest else "it is not what was registered"
         except InvalidRequest as e:
             return e.message
 
@@ -92,23 +92,25 @@ class MemoryAdapterFiles:
             await self.discard(path)
         return len(stale)
 
-    async def collect(self, referenced: Collection[AdapterUid], *, now_unix_s: float, older_than_s: float) -> list[str]:
+    async def collect(
+        self, referenced: Collection[AdapterDigest], *, now_unix_s: float, older_than_s: float
+    ) -> list[str]:
         before_unix_s = now_unix_s - older_than_s
         objects = [path for path in self.files if path.startswith(OBJECTS + "/")]
         removed: list[str] = []
         for path in sorted(objects):
-            uid = path.partition("/")[2]
-            if uid not in referenced and self._changed_unix_s[path] < before_unix_s:
+            digest = path.partition("/")[2]
+            if digest not in referenced and self._changed_unix_s[path] < before_unix_s:
                 await self.discard(path)
-                removed.append(uid)
+                removed.append(digest)
         return removed
 
-    def read(self, uid: AdapterUid) -> dict[str, bytes]:
+    def read(self, digest: AdapterDigest) -> dict[str, bytes]:
         """Raises NotFound."""
         try:
-            return self.files[object_path(uid)]
+            return self.files[object_path(digest)]
         except KeyError:
-            raise NotFound(f"adapter object {uid} does not exist") from None
+            raise NotFound(f"adapter object {digest} does not exist") from None
 
     def _put(self, path: str, folder: dict[str, bytes]) -> None:
         self.files[path] = folder

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from manylora_shared.errors import FieldViolation
-from manylora_shared.ids import AdapterUid, TenantId
+from manylora_shared.ids import AdapterUid, TenantId, digest_of
 from manylora_worker.kinds.api import (
     ANY_TOKEN,
     PENDING_TOKEN,
@@ -497,4 +497,4 @@ class FakeValidator:
 @functools.lru_cache(maxsize=4096)
 def _adapter_tag(adapter_uid: AdapterUid | None) -> bytes:
     """8 bytes that differ from adapter to adapter, and from the base model's zeros."""
-    return bytes(8) if adapter_uid is None else hashlib.blake2b(adapter_uid.encode(), digest_size=8).digest()
+    return bytes(8) if adapter_uid is None else hashlib.blake2b(digest_of(adapter_uid).encode(), digest_size=8).digest()

@@ -86,7 +86,7 @@ async def test_add_serve_lose_the_bucket_and_come_back(hosted: Hosted) -> None:
         # what no worker's disk has, and the bucket gives changed
         for worker in range(2):
             hosted.cluster.children[f"worker-{worker}"].kill()
-        shutil.rmtree(hosted.folder / "data" / "adapter-cache" / "objects" / reverse.version)
+        shutil.rmtree(hosted.folder / "data" / "adapter-cache" / "objects" / f"{reverse.version}@acme")
         bad = hosted.folder / "bad"
         bad.write_bytes((adapter_folder("reverse") / WEIGHTS_NAME).read_bytes()[:-64])
         bucket.put(f"objects/{reverse.version}/{WEIGHTS_NAME}", bad)
@@ -98,7 +98,7 @@ async def test_add_serve_lose_the_bucket_and_come_back(hosted: Hosted) -> None:
             assert (await client.complete(PROMPTS[name], adapter=name, max_tokens=8)).text == before[name]
 
         # the bucket is gone: what is on a disk is served
-        shutil.rmtree(hosted.folder / "data" / "adapter-cache" / "objects" / added.version)
+        shutil.rmtree(hosted.folder / "data" / "adapter-cache" / "objects" / f"{added.version}@acme")
         server.stop()
         assert (await client.complete(PROMPTS["upper"], adapter="upper", max_tokens=8)).text == before["upper"]
         server.start()

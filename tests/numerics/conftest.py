@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from manylora_shared.ids import AdapterUid
-from manylora_shared.stores.adapter_files import CONFIG_NAME, WEIGHTS_NAME, adapter_uid, parse_config
+from manylora_shared.stores.adapter_files import CONFIG_NAME, WEIGHTS_NAME, adapter_digest, parse_config
 from manylora_worker.models.loader import LoadedModel, load_model
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -30,7 +30,7 @@ class Family:
     def put_adapters(self, objects: Path) -> dict[str, AdapterUid]:
         """Copies the adapters into an adapter store's folder of objects; returns their uids by their names."""
         uids = {
-            name: adapter_uid(parse_config((folder / CONFIG_NAME).read_bytes()), folder / WEIGHTS_NAME)
+            name: adapter_digest(parse_config((folder / CONFIG_NAME).read_bytes()), folder / WEIGHTS_NAME)
             for name, folder in self.adapters.items()
         }
         for name, uid in uids.items():

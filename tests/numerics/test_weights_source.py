@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from manylora_shared.ids import AdapterUid
-from manylora_shared.stores.adapter_files import adapter_uid
+from manylora_shared.stores.adapter_files import adapter_digest
 from manylora_worker.weights import source
 from manylora_worker.weights.layout import HostAdapter
 from manylora_worker.weights.packing import Scratch
@@ -49,7 +49,7 @@ class Folder:
 
     def read(self, limits: AdapterLimits = LIMITS, expected_uid: AdapterUid | None = None) -> HostAdapter:
         base = self.family.loaded.adapter_base()
-        return read_adapter(self.path, base, limits, expected_uid=expected_uid, scratch=self.scratch)
+        return read_adapter(self.path, base, limits, uid=expected_uid, scratch=self.scratch)
 
     def problems(self, **options: Any) -> dict[str, str]:
         """Field -> description of everything that is refused; the adapter must be refused."""
@@ -72,7 +72,7 @@ def test_a_good_adapter_is_read_whole(folder: Folder) -> None:
     tensors = load_file(folder.weights)
     assert adapter.size_bytes == sum(t.numel() for t in tensors.values()) * 4
     config = json.loads((folder.path / "adapter_config.json").read_text())
-    assert adapter.uid == adapter_uid(config, folder.weights)
+    assert adapter.uid == adapter_digest(config, folder.weights)
     assert folder.read(expected_uid=adapter.uid).uid == adapter.uid
 
 
@@ -372,7 +372,7 @@ def test_integer_weights(folder: Folder) -> None:
 
 
 def test_content_that_was_not_registered(folder: Folder) -> None:
-    assert "uid" in folder.problems(expected_uid=AdapterUid("0" * 64))["adapter_model.safetensors"]
+    assert "digest" in folder.problems(expected_uid=AdapterUid("0" * 64))["adapter_model.safetensors"]
 
 
 def test_all_problems_at_once_and_bounded(folder: Folder) -> None:

@@ -16,7 +16,7 @@ from manylora.v1 import common_pb2, worker_pb2
 from manylora_shared.coordination.peers import PeerTransport
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.ids import AdapterUid, TenantId
-from manylora_shared.stores.adapter_files import CONFIG_NAME, WEIGHTS_NAME, adapter_uid, parse_config
+from manylora_shared.stores.adapter_files import CONFIG_NAME, WEIGHTS_NAME, adapter_digest, parse_config
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.grpc_transport import GrpcTransport
 from manylora_sim.peers import SIMULATED
@@ -36,7 +36,7 @@ MAX_TOKENS = 24
 
 
 def store_adapter(source: Path, store: Path) -> AdapterUid:
-    uid = adapter_uid(parse_config((source / CONFIG_NAME).read_bytes()), source / WEIGHTS_NAME)
+    uid = adapter_digest(parse_config((source / CONFIG_NAME).read_bytes()), source / WEIGHTS_NAME)
     target = store / "objects" / uid
     target.mkdir(parents=True)
     for name in (CONFIG_NAME, WEIGHTS_NAME):
@@ -163,7 +163,7 @@ async def test_an_adapter_whose_finite_weights_overflow_is_found_by_its_first_st
             weights[key] *= 1e30
     save_file(weights, folder / WEIGHTS_NAME)
     shutil.copytree(folder, store / "incoming")
-    bad = adapter_uid(parse_config((folder / CONFIG_NAME).read_bytes()), folder / WEIGHTS_NAME)
+    bad = adapter_digest(parse_config((folder / CONFIG_NAME).read_bytes()), folder / WEIGHTS_NAME)
     settings = WorkerConfig(model=str(tmp_path / "model"), adapter_store=store, num_blocks=16, threads=1)
     runtime, parts = host(settings, build_engine)
     runtime.start()

@@ -237,7 +237,8 @@ def caller(tenant: str, adapter: str = "") -> Any:
 def test_callers() -> None:
     assert caller("acme") == (ACME, None)
     policy, adapter = caller("acme", "upper")
-    assert (policy, adapter.name, adapter.uid) == (ACME, AdapterName("upper"), "a" * 64)
+    assert (policy, adapter.name, adapter.digest) == (ACME, AdapterName("upper"), "a" * 64)
+    assert adapter.uid == f"{adapter.digest}@acme"
     with pytest.raises(InvalidRequest, match="x-tenant-id"):
         caller("")
 

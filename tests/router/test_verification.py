@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from manylora.v1 import admin_pb2
 from manylora_shared.errors import Code, RpcError
-from manylora_shared.ids import AdapterUid
+from manylora_shared.ids import AdapterDigest
 from manylora_shared.stores.adapter_files import WEIGHTS_NAME, object_path
 from router_fakes import ADMIN, KeyedChannel, RouterCluster, simulate, until
 
@@ -58,7 +58,7 @@ def test_who_may_and_what_is_unknown() -> None:
         assert await code_of(cluster.client, name="upper") is Code.INVALID_ARGUMENT
         problem, is_asked = cluster.files.problem, asyncio.Event()
 
-        async def never(uid: AdapterUid) -> str:
+        async def never(uid: AdapterDigest) -> str:
             is_asked.set()
             await asyncio.Event().wait()
             return ""

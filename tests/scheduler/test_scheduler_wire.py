@@ -36,6 +36,7 @@ def enqueue(**fields: Any) -> scheduler_pb2.Enqueue:
         ("request_id", "x" * 257),
         ("tenant_id", "A"),
         ("adapter_uid", "ab"),
+        ("adapter_uid", "ab" * 32 + "@a/b"),
         ("sequences", MAX_SEQUENCES + 1),
         ("timeout_s", math.nan),
     ],

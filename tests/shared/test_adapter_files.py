@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from manylora_shared.errors import InvalidRequest
-from manylora_shared.ids import AdapterUid
+from manylora_shared.ids import AdapterDigest
 from manylora_shared.stores import adapter_files
 from manylora_shared.stores.adapter_files import (
     CONFIG_NAME,
@@ -22,7 +22,7 @@ from manylora_shared.stores.adapter_files import (
     WEIGHTS_NAME,
     AdapterFiles,
     LocalAdapterFiles,
-    adapter_uid,
+    adapter_digest,
     parse_config,
 )
 from manylora_sim.adapter_files import MemoryAdapterFiles
@@ -71,7 +71,7 @@ async def test_commit_makes_an_object_and_may_come_twice(tmp_path: Path) -> None
         await files.discard(incoming)
         assert sorted(p.name for p in (tmp_path / "objects" / uid).iterdir()) == [CONFIG_NAME, WEIGHTS_NAME]
         assert list((tmp_path / "incoming").iterdir()) == []
-    assert adapter_uid(CONFIG, tmp_path / "objects" / uid / WEIGHTS_NAME) == uid == expected_uid()
+    assert adapter_digest(CONFIG, tmp_path / "objects" / uid / WEIGHTS_NAME) == uid == expected_uid()
 
 
 async def test_commits_of_the_same_bytes_at_once(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ async def test_the_same_bytes_again_heal_a_damaged_object(damage: Callable[[Path
     for path in incoming:
         await files.finish(path)
     await asyncio.gather(*(files.commit(path, uid) for path in incoming))
-    assert adapter_uid(json.loads((target / CONFIG_NAME).read_bytes()), target / WEIGHTS_NAME) == uid
+    assert adapter_digest(json.loads((target / CONFIG_NAME).read_bytes()), target / WEIGHTS_NAME) == uid
     assert not any(path.is_symlink() for path in target.iterdir())
     assert list((tmp_path / "incoming").iterdir()) == []
 
@@ -156,7 +156,7 @@ async def test_damage_is_named(damage: Callable[[Path], None], tmp_path: Path) -
 
 
 async def test_what_is_gone_is_named(files: AdapterFiles) -> None:
-    assert await files.problem(AdapterUid("0" * 64)) != ""
+    assert await files.problem(AdapterDigest("0" * 64)) != ""
 
 
 async def test_a_check_that_nobody_waits_for_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +170,39 @@ async def test_a_check_that_nobody_waits_for_stops(tmp_path: Path, monkeypatch: 
     began_s = time.monotonic()
     await asyncio.get_running_loop().shutdown_default_executor()
     assert time.monotonic() - began_s < 0.2
+
+
+async def test_a_commit_reads_as_much_whether_or_not_the_object_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time would tell a tenant that another has the same adapter."""
+    files = LocalAdapterFiles(tmp_path)
+    hashed: list[Path] = []
+    synced: list[int] = []
+    digest_of, sync = adapter_files.adapter_digest, os.fsync
+    monkeypatch.setattr(
+        adapter_files, "adapter_digest", lambda config, path: hashed.append(path) or digest_of(config, path)
+    )
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(descriptor) or sync(descriptor))
+    counts = []
+    for _ in range(2):
+        incoming = await written(files)
+        digest = await files.finish(incoming)
+        hashed.clear()
+        synced.clear()
+        await files.commit(incoming, digest)
+        counts.append((len(hashed), len(synced)))
+    assert counts == [(1, 1), (1, 1)]
+
+
+async def test_what_is_read_otherwise_than_it_was_written_is_no_object(tmp_path: Path) -> None:
+    files = LocalAdapterFiles(tmp_path)
+    incoming = await written(files)
+    digest = await files.finish(incoming)
+    one_bit(tmp_path / incoming)
+    with pytest.raises(OSError, match="what was written"):
+        await files.commit(incoming, digest)
+    assert not list((tmp_path / "objects").iterdir())
 
 
 async def test_a_sound_object_is_not_replaced(tmp_path: Path) -> None:

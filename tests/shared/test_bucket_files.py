@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from manylora_shared.errors import InvalidRequest, ServiceUnavailable
+from manylora_shared.ids import TenantId, adapter_uid
 from manylora_shared.stores.adapter_files import CONFIG_NAME, FILE_NAMES, WEIGHTS_NAME, object_path
 from manylora_shared.stores.bucket import ObjectMissing
 from manylora_shared.stores.bucket_files import BucketAdapterFiles
@@ -102,6 +103,23 @@ async def test_a_worker_keeps_what_it_has_while_the_bucket_is_gone(
     lost.drop(uid)
     with pytest.raises(ServiceUnavailable, match="cannot be used now"):
         lost.fetch(uid, None)
+
+
+@pytest.mark.long
+async def test_a_tenants_own_copy_on_the_disk_serves_nobody_else(
+    files: BucketAdapterFiles, store: BucketStore, tmp_path: Path
+) -> None:
+    incoming = await staged(files)
+    digest = await files.finish(incoming)
+    own, other = (adapter_uid(digest, TenantId(tenant)) for tenant in ("acme", "bolt"))
+    with store.staged(incoming, own):
+        assert [store.has(uid) for uid in (own, other, adapter_uid(digest, None))] == [True, False, False]
+    await files.commit(incoming, digest)
+    store.fetch(other, None)
+    store.drop(own)
+    with store.held(other, None) as folder:
+        assert {name: (folder / name).read_bytes() for name in FILE_NAMES} == CONTENT
+    assert not store.has(own)
 
 
 @pytest.mark.long

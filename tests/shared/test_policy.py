@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manylora_shared.errors import InvalidRequest
-from manylora_shared.ids import AdapterName, QosClass, TenantId
+from manylora_shared.ids import AdapterDigest, AdapterName, QosClass, TenantId
 from manylora_shared.tenancy.policy import (
     DEFAULT_WEIGHTS,
     MAX_DOCUMENT_BYTES,
@@ -36,9 +36,11 @@ def quotas(draw: st.DrawFn) -> TenantQuotas:
     reserve, soft, hard = sorted(draw(st.lists(st.integers(1, 1 << 30), min_size=3, max_size=3)))
     kept = draw(st.lists(st.booleans(), min_size=3, max_size=3))
     kv = [value if keep else None for value, keep in zip((soft, hard, reserve), kept, strict=True)]
-    per_s = draw(st.none() | rates)
-    burst = draw(st.none() | rates) if per_s is not None else None
-    return TenantQuotas(per_s, burst, draw(st.none() | rates), draw(st.none() | rates), *kv)
+    limits: list[int | None] = []
+    for _ in ("requests", "resumes"):
+        per_s = draw(st.none() | rates)
+        limits += [per_s, draw(st.none() | rates) if per_s is not None else None]
+    return TenantQuotas(*limits[:2], draw(st.none() | rates), draw(st.none() | rates), *limits[2:], *kv)
 
 
 policies = st.builds(
@@ -50,6 +52,7 @@ policies = st.builds(
     st.lists(names.map(AdapterName), max_size=4, unique=True).map(tuple),
     st.builds(TenantSecurity, st.booleans()),
     st.none() | names,
+    st.booleans(),
 )
 
 
@@ -121,6 +124,7 @@ def test_what_is_absent_has_its_default() -> None:
         ("tenant_id: a\nquotas:\n  kv_hbm_mb_reserve: 7\n  kv_hbm_mb: 6\n", "quotas.kv_hbm_mb", 4),
         ("tenant_id: a\nquotas: {tokens: 5}\n", "quotas.tokens", 2),
         ("tenant_id: a\nadapters: {pin: a}\n", "adapters.pin", 2),
+        ("tenant_id: a\nadapters: {share_copies: yes}\n", "adapters.share_copies", 2),
         ("tenant_id: a\nadapters:\n  pin:\n  - a\n  - ../b\n", "adapters.pin[1]", 5),
         ("tenant_id: a\nadapters:\n  pin: [a,\n    a]\n", "adapters.pin[1]", 4),
         ("tenant_id: a\nprefix_cache: friends\n", "prefix_cache", 2),
@@ -198,6 +202,8 @@ quotas:
   requests_burst: 10
   concurrency: 6
   max_queued: 7
+  resumes_per_s: 12
+  resumes_burst: 13
   max_prompt_tokens: 8
   max_output_tokens: 9
   kv_hbm_mb: 10
@@ -205,6 +211,7 @@ quotas:
   kv_hbm_mb_reserve: 3
 adapters:
   pin: [one, two]
+  share_copies: true
 security: {can_stream: false, data_retention_days: 0}
 """
 
@@ -219,10 +226,20 @@ def test_everything_that_the_grammar_has() -> None:
             QosClass.BATCH: ClassPolicy(1),
         },
         TenantLimits(8, 9),
-        TenantQuotas(5, 10, 6, 7, 10, 11, 3),
+        TenantQuotas(5, 10, 6, 7, 12, 13, 10, 11, 3),
         (AdapterName("one"), AdapterName("two")),
         TenantSecurity(can_stream=False),
+        share_copies=True,
     )
+
+
+def test_copies_are_a_tenants_own_unless_it_shares_them() -> None:
+    digest = AdapterDigest("ab" * 32)
+    own = parse_policy("tenant_id: a\n")
+    assert (own.copy_of(digest), own.to_yaml().count("adapters")) == (f"{digest}@a", 0)
+    shared = parse_policy("tenant_id: a\nadapters: {share_copies: true}\n")
+    assert shared.copy_of(digest) == digest
+    assert parse_policy(shared.to_yaml()) == shared
 
 
 def test_a_field_is_found_at_its_line() -> None:

@@ -17,7 +17,7 @@ from manylora_shared.fairness.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 from manylora_worker.app import WorkerApp
 from manylora_worker.engine.counters import Setbacks
 
-from tests.sim.cluster import Cluster, Engine
+from tests.sim.cluster import Cluster, Engine, digest_of_adapter
 from tests.sim.traffic import Call
 
 _QUIET_S = 0.1
@@ -92,11 +92,12 @@ def check_meter(cluster: Cluster, calls: Sequence[Call]) -> None:
 
 def check_cached(cluster: Cluster, calls: Sequence[Call]) -> None:
     """What the prefix cache is said to have had of a prompt, an earlier call of the same tenant and adapter brought, or
-    an earlier attempt of the same call, whose stream broke before the router saw that it had begun; or, of the base
-    model, an earlier call of a tenant that was in its cache group at some time."""
+    an earlier attempt of the same call, whose stream broke before the router saw that it had begun; or an earlier call
+    with the same content of a tenant that was in its cache group at some time."""
 
     def whose(call: Call) -> tuple[str, str]:
-        return ("*", "") if not call.adapter and call.tenant in cluster.group_members else (call.tenant, call.adapter)
+        content = digest_of_adapter(call.tenant, call.adapter) if call.adapter else ""
+        return "*" if call.tenant in cluster.group_members else call.tenant, content
 
     prompts: dict[tuple[str, str], dict[tuple[int, ...], None]] = {}
     for call in sorted(calls, key=lambda call: call.ended_at or 0.0):

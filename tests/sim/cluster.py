@@ -21,7 +21,7 @@ from manylora_scheduler.config import SchedulerConfig
 from manylora_scheduler.serving.clock_codec import decode
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import AdapterRecord, ClockIndexRecord
-from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId
+from manylora_shared.ids import AdapterDigest, AdapterName, AdapterUid, QosClass, TenantId, digest_of, owner_of
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.tenancy.identity import new_key
 from manylora_shared.tenancy.policy import ClassPolicy, TenantPolicy, TenantQuotas
@@ -81,8 +81,10 @@ _WATCH_S = 0.1
 
 
 @functools.cache
-def uid_of(tenant: str, adapter: str) -> AdapterUid:
-    return AdapterUid(hashlib.sha256(f"{tenant}/{adapter}".encode()).hexdigest())
+def digest_of_adapter(tenant: str, adapter: str) -> AdapterDigest:
+    """Each tenant's first one is the same."""
+    name = "first" if adapter == f"{tenant}-0" else f"{tenant}/{adapter}"
+    return AdapterDigest(hashlib.sha256(name.encode()).hexdigest())
 
 
 def adapters_of(tenant: str) -> list[str]:
@@ -90,7 +92,7 @@ def adapters_of(tenant: str) -> list[str]:
     return [f"{tenant}-{i}" for i in range(ADAPTERS_PER_TENANT)]
 
 
-_BROKEN_UIDS = [uid_of(tenant, BROKEN_ADAPTER) for tenant in TENANTS]
+_BROKEN = [digest_of_adapter(tenant, BROKEN_ADAPTER) for tenant in TENANTS]
 
 
 @dataclass
@@ -113,6 +115,13 @@ class Engine:
             assert hard is None or held <= hard, f"{tenant_id} holds {held} blocks, past its hard cap"
         self.check_pins(policies)
         self.check_no_slot_is_idle(policies)
+
+    def check_copies(self, sharers: Mapping[TenantId, None]) -> None:
+        """No tenant uses, waits for or keeps another's copy of an adapter."""
+        for uid, entry in self.core._adapters._residency.entries.items():
+            users = {*entry.waiters.values(), *(tenant for claims in entry.claims.values() for tenant in claims)}
+            owner = owner_of(uid)
+            assert users <= (sharers.keys() if owner is None else {owner}), f"{users} have {uid}"
 
     def check_no_slot_is_idle(self, policies: Mapping[str, TenantPolicy]) -> None:
         """No parked sequence that could decode is without a slot at looks three steps apart, while one is free, and for
@@ -143,7 +152,11 @@ class Engine:
         everybody = self.core.tenant_adapters()
         states = [state for adapters in everybody.values() for state in adapters.pins]
         assert all(state.pin.uid in self.backend.on_device for state in states if state.is_ready)
-        pinned = {uid_of(tenant, name) for tenant, each in policies.items() for name in each.pinned_adapters}
+        pinned = {
+            policy.copy_of(digest_of_adapter(tenant, name))
+            for tenant, policy in policies.items()
+            for name in policy.pinned_adapters
+        }
         self.kept = {uid: None for uid in self.kept if uid in pinned}
         assert self.kept.keys() <= self.backend.on_device.keys(), "a pinned adapter was evicted"
         for state in states:
@@ -207,6 +220,8 @@ class Cluster:
         self._policies_put = 0
         self.group_members: dict[str, None] = {}
         """Tenants that were in the cache group at some time."""
+        self.sharers: dict[TenantId, None] = {}
+        """Tenants that shared copies of adapters at some time."""
         self._overload = overload
         self.bounded_tenants: dict[str, None] = {}
         """Those with quotas."""
@@ -251,7 +266,7 @@ class Cluster:
                 ),
             )
             for name in [*adapters_of(tenant), BROKEN_ADAPTER, LEAVING_ADAPTER]:
-                record = AdapterRecord(tenant, name, uid_of(tenant, name), 8, 1, ("q_proj",), 0.0)
+                record = AdapterRecord(tenant, name, digest_of_adapter(tenant, name), 8, 1, ("q_proj",), 0.0)
                 await store.put(keys.adapter(tenant, name), record.to_json())
         await store.close()
         for process in self.processes.values():
@@ -262,6 +277,8 @@ class Cluster:
         self.policies[policy.tenant_id] = policy
         if policy.cache_group is not None:
             self.group_members[policy.tenant_id] = None
+        if policy.share_copies:
+            self.sharers[policy.tenant_id] = None
         self._policies_put += 1
         await store.put(keys.tenant(policy.tenant_id), policy.to_yaml().encode())
 
@@ -336,6 +353,7 @@ class Cluster:
                 if engine.checked != changes:
                     engine.checked = changes
                     engine.check(self.policies)
+                    engine.check_copies(self.sharers)
                     if self.is_thorough:
                         engine.core.check_invariants()
             await asyncio.sleep(_WATCH_S)
@@ -463,7 +481,7 @@ class Cluster:
         )
 
         def error_of(uid: AdapterUid, tier: AdapterTier) -> str | None:
-            return "the file is corrupt" if uid in _BROKEN_UIDS else None
+            return "the file is corrupt" if digest_of(uid) in _BROKEN else None
 
         backend = FakeAdapterBackend(
             self.loop.time,

@@ -46,7 +46,7 @@ class Faults:
             "adapter removed": self._remove_adapter,
             "policy changed": self._policy,
             "memory policy changed": self._memory_policy,
-            "cache group changed": self._cache_group,
+            "what is shared changed": self._cache_group,
             "messages are slow": self._slow_messages,
             "loads are slow": self._slow_loads,
             "wall clock jumps": self._jump,
@@ -234,11 +234,11 @@ class Faults:
         await self._operator(lambda store: self._cluster.put_policy(store, policy))
 
     async def _cache_group(self) -> None:
-        """Tenants come into a cache group, and others leave it."""
+        """Tenants come into a cache group and share copies of adapters, and others leave both."""
         members = self._rng.choice([(), ("acme", "bolt"), ("acme", "crux"), ("bolt", "crux"), tuple(TENANTS)])
         for tenant in TENANTS:
             group = "friends" if tenant in members else None
-            policy = replace(self._cluster.policies[tenant], cache_group=group)
+            policy = replace(self._cluster.policies[tenant], cache_group=group, share_copies=group is not None)
             await self._operator(lambda store, policy=policy: self._cluster.put_policy(store, policy))
 
     async def _slow_messages(self) -> None:

@@ -30,6 +30,8 @@ from manylora_scheduler.serving.term import Term
 from manylora_shared.coordination.session import Election, LeaseSession, Mirror
 from manylora_shared.errors import WorkerLost
 from manylora_shared.fairness.fair_queue import FairQueue
+from manylora_shared.ids import adapter_uid
+from manylora_shared.tenancy.policy import TenantPolicy
 from manylora_shared.tenancy.quota import FlowAccount
 from manylora_worker.adapters.cache import AdapterCache
 from manylora_worker.adapters.room import Entry
@@ -739,6 +741,20 @@ def _all_in_one_group(original: Any) -> Any:
         return CacheScope("friends", is_group=True)
 
     return cache_scope
+
+
+@mutant(
+    "adapters",
+    "copies-by-content-alone",
+    TenantPolicy,
+    "copy_of",
+    "tenants use one another's copies of an adapter, whatever their policies say",
+)
+def _copies_of_all(original: Any) -> Any:
+    def copy_of(self: Any, digest: Any) -> Any:
+        return adapter_uid(digest, None)
+
+    return copy_of
 
 
 # ---- leaders that are over, and readers

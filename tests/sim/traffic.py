@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from manylora.v1 import common_pb2, inference_pb2
 from manylora_shared.errors import RpcError
+from manylora_shared.ids import adapter_uid
 from manylora_shared.tenancy.identity import bearer
 from manylora_shared.transport.base import Stream, methods_of
 from manylora_sim.fake_runner import reference_tokens
@@ -22,7 +23,7 @@ from tests.sim.cluster import (
     VOCAB_SIZE,
     Cluster,
     adapters_of,
-    uid_of,
+    digest_of_adapter,
 )
 
 GENERATE = methods_of(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"])["Generate"]
@@ -101,7 +102,7 @@ class Call:
         if asked not in self._references:
             self._references[asked] = reference_tokens(
                 self.prompt,
-                uid_of(self.tenant, self.adapter) if self.adapter else None,
+                adapter_uid(digest_of_adapter(self.tenant, self.adapter), None) if self.adapter else None,
                 self.seed,
                 choice,
                 self.max_tokens_in_force,

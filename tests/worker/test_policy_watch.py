@@ -88,7 +88,8 @@ async def test_a_cache_group_is_who_names_it_from_the_next_request_on() -> None:
             return int((await collect(worker.execute(asked))).finished.cached_prompt_tokens)
 
         assert [await found("acme"), await found("beta"), await found("other")] == [0, 32, 0]
-        assert [await found("acme", UID), await found("beta", UID), await found("beta", OTHER_UID)] == [0, 32, 0]
+        copies = [("acme", f"{UID}@acme"), ("beta", f"{UID}@beta"), ("beta", f"{OTHER_UID}@beta")]
+        assert [await found(*each) for each in copies] == [0, 32, 0]
         counted = {tenant: tokens.prompt_tokens for (tenant, _), tokens in worker.engine.core.flows().items()}
         assert counted == {"acme": 80, "beta": 8 + 8 + 40, "other": 40}
         scope = worker.engine.core._shares.cache_scope
@@ -108,8 +109,8 @@ def _registered(name: str, uid: str, size_bytes: int = 1) -> bytes:
     return AdapterRecord("acme", name, uid, 8, size_bytes, ("q_proj",), 0.0).to_json()
 
 
-def _pinning(*names: str) -> bytes:
-    return f"tenant_id: acme\nadapters: {{pin: [{', '.join(names)}]}}\n".encode()
+def _pinning(*names: str, more: str = "") -> bytes:
+    return f"tenant_id: acme\nadapters: {{pin: [{', '.join(names)}]{more}}}\n".encode()
 
 
 async def test_pins_are_loaded_at_the_start_and_follow_the_names_and_the_policy() -> None:
@@ -119,7 +120,7 @@ async def test_pins_are_loaded_at_the_start_and_follow_the_names_and_the_policy(
     await store.put(keys.tenant("acme"), _pinning("one", "later"))
     async with running_worker(settings=config(device_adapter_mb=4e-6), store=server) as worker:
         device = worker.engine.backend.on_device
-        await eventually(lambda: list(device) == [UID])
+        await eventually(lambda: list(device) == [f"{UID}@acme"])
         scheduler = Scheduler(worker)
         await scheduler.hello(1)
 
@@ -133,7 +134,10 @@ async def test_pins_are_loaded_at_the_start_and_follow_the_names_and_the_policy(
         await told(("one", UID, True, ""), ("later", "", False, "no adapter has this name"))
         await store.put(keys.adapter("acme", "later"), _registered("later", OTHER_UID))
         await told(("one", UID, True, ""), ("later", OTHER_UID, True, ""))
-        assert set(device) == {UID, OTHER_UID}
+        assert set(device) == {f"{UID}@acme", f"{OTHER_UID}@acme"}
+        await store.put(keys.tenant("acme"), _pinning("one", "later", more=", share_copies: true"))
+        await eventually(lambda: set(device) >= {UID, OTHER_UID})
+        await store.put(keys.tenant("acme"), _pinning("one", "later"))
         third = "ef" * 32
         await store.delete(keys.adapter("acme", "one"))
         await store.put(keys.adapter("acme", "one"), _registered("one", third))
@@ -161,4 +165,4 @@ async def test_a_pin_that_fails_to_load_is_logged_and_tried_again(
         said = [record for record in caplog.records if record.message == "a pin is not kept"]
         assert len(said) == 1, "once, however often it is tried"
         broken.clear()
-        await eventually(lambda: UID in worker.engine.backend.on_device)
+        await eventually(lambda: f"{UID}@acme" in worker.engine.backend.on_device)

@@ -18,7 +18,7 @@ from manylora_shared.coordination.peers import PeerSecret, PeerTransport
 from manylora_shared.coordination.records import AdapterRecord, RouterRecord
 from manylora_shared.coordination.session import LeaseSession
 from manylora_shared.errors import ServiceUnavailable
-from manylora_shared.ids import AdapterUid
+from manylora_shared.ids import AdapterDigest
 from manylora_shared.process.clock import SystemClock, WallClock
 from manylora_shared.stores.adapter_files import AdapterFiles
 from manylora_shared.telemetry import Telemetry
@@ -309,7 +309,7 @@ class RouterApp:
     async def _keep_house(self) -> None:
         # Adapter files go that two looks in a row found unregistered: what was queued before the first could
         # still be loaded.
-        registered_before: list[AdapterUid] | None = None
+        registered_before: list[AdapterDigest] | None = None
         while True:
             try:
                 registered_before = await self._collect(registered_before)
@@ -318,12 +318,12 @@ class RouterApp:
                 _LOG.warning("adapter files are not collected this time: %s", e)
             await asyncio.sleep(HOUSEKEEPING_S)
 
-    async def _collect(self, registered_before: list[AdapterUid] | None) -> list[AdapterUid]:
+    async def _collect(self, registered_before: list[AdapterDigest] | None) -> list[AdapterDigest]:
         now_unix_s = self._clock.now_unix_s()
         await self._files.sweep(now_unix_s=now_unix_s, older_than_s=FILES_GRACE_S)
         listing = await self._store.list(keys.ADAPTERS)
         lines = [AdapterRecord.stored(kv).line for kv in listing.kvs]
-        registered = [AdapterUid(version.uid) for line in lines for version in line.served]
+        registered = [AdapterDigest(version.uid) for line in lines for version in line.served]
         if registered_before is not None:
             in_use = [*registered, *registered_before]
             removed = await self._files.collect(in_use, now_unix_s=now_unix_s, older_than_s=FILES_GRACE_S)

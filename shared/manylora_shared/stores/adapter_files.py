@@ -2,7 +2,7 @@
 number of both.
 """
 
-#     <root>/objects/<uid>/adapter_config.json, adapter_model.safetensors      never changed once there
+#     <root>/objects/<digest>/adapter_config.json, adapter_model.safetensors      never changed once there
 #     <root>/incoming/<random>/...                                             one adapter while it is being added
 #     <root>/<any other folder>                                                where an operator lays adapters to import
 #
@@ -12,13 +12,13 @@ number of both.
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import hashlib
 import json
 import logging
 import math
 import os
-import re
 import secrets
 import shutil
 import stat
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from manylora_shared.errors import FieldViolation, InvalidRequest
-from manylora_shared.ids import AdapterUid
+from manylora_shared.ids import AdapterDigest, is_digest
 from manylora_shared.stores.adapter_tokenizer import BroughtTokenizer, brought_by
 from manylora_shared.telemetry.logs import fields
 
@@ -49,45 +49,40 @@ MAX_CONFIG_VALUES = 16_384  # by its commas and opening brackets, those in texts
 MAX_DIGITS = 40  # of a whole number in a configuration
 DEFAULT_MAX_WEIGHTS_BYTES = 4 << 30
 _COPY_BYTES = 4 << 20
-_UID_DOMAIN = b"manylora-adapter-v1\0"
-_UID = re.compile("[0-9a-f]{64}")
+_DOMAIN = b"manylora-adapter-v1\0"
 
 
 def canonical_config(config: dict[str, Any]) -> bytes:
     return json.dumps(config, sort_keys=True, separators=(",", ":")).encode()
 
 
-def adapter_uid(config: dict[str, Any], safetensors: Path) -> AdapterUid:
+def adapter_digest(config: dict[str, Any], safetensors: Path) -> AdapterDigest:
     """sha256 in hex over domain, length of the canonical configuration (8 bytes, big-endian), configuration, weight
     file.
     """
-    digest = uid_digest(config)
+    hasher = content_hasher(config)
     with safetensors.open("rb") as file:
         while block := file.read(_COPY_BYTES):
-            digest.update(block)
-    return AdapterUid(digest.hexdigest())
+            hasher.update(block)
+    return AdapterDigest(hasher.hexdigest())
 
 
-def adapter_uid_of(config: dict[str, Any], safetensors: memoryview) -> AdapterUid:
-    """As `adapter_uid`, of a weight file's content."""
-    digest = uid_digest(config)
-    digest.update(safetensors)
-    return AdapterUid(digest.hexdigest())
+def digest_of_content(config: dict[str, Any], safetensors: memoryview) -> AdapterDigest:
+    """As `adapter_digest`, of a weight file's content."""
+    hasher = content_hasher(config)
+    hasher.update(safetensors)
+    return AdapterDigest(hasher.hexdigest())
 
 
-def uid_digest(config: dict[str, Any]) -> hashlib._Hash:
+def content_hasher(config: dict[str, Any]) -> hashlib._Hash:
     encoded = canonical_config(config)
-    return hashlib.sha256(_UID_DOMAIN + len(encoded).to_bytes(8, "big") + encoded)
+    return hashlib.sha256(_DOMAIN + len(encoded).to_bytes(8, "big") + encoded)
 
 
-def is_uid(text: str) -> bool:
-    return _UID.fullmatch(text) is not None
-
-
-def object_path(uid: AdapterUid) -> str:
+def object_path(digest: AdapterDigest) -> str:
     """Relative to the store's root."""
-    assert is_uid(uid)
-    return f"{OBJECTS}/{uid}"
+    assert is_digest(digest)
+    return f"{OBJECTS}/{digest}"
 
 
 def parse_config(data: bytes) -> dict[str, Any]:
@@ -235,13 +230,13 @@ class AdapterFiles(Protocol):
     async def import_from(self, incoming: str, store_path: str) -> BroughtTokenizer:
         """From a folder inside the store. Raises InvalidRequest: none, or a file is missing, linked or too large."""
 
-    async def finish(self, incoming: str) -> AdapterUid:
+    async def finish(self, incoming: str) -> AdapterDigest:
         """Ends the writing. Raises InvalidRequest where a file is missing or the configuration is not JSON."""
 
-    async def commit(self, incoming: str, uid: AdapterUid) -> None:
-        """Makes it the object `uid`. One that exists already stays where its files are right, and else is replaced."""
+    async def commit(self, incoming: str, digest: AdapterDigest) -> None:
+        """Makes it the object `digest`. One that is there stays where its files are right, and else is replaced."""
 
-    async def problem(self, uid: AdapterUid) -> str:
+    async def problem(self, digest: AdapterDigest) -> str:
         """What is wrong with the object's files; empty: nothing. Reads them whole, unless it is cancelled."""
 
     async def discard(self, incoming: str) -> None:
@@ -250,8 +245,10 @@ class AdapterFiles(Protocol):
     async def sweep(self, *, now_unix_s: float, older_than_s: float) -> int:
         """Removes incoming folders of calls that died, by their age. Returns how many."""
 
-    async def collect(self, referenced: Collection[AdapterUid], *, now_unix_s: float, older_than_s: float) -> list[str]:
-        """Removes objects not in `referenced` whose last commit is older. Returns their uids."""
+    async def collect(
+        self, referenced: Collection[AdapterDigest], *, now_unix_s: float, older_than_s: float
+    ) -> list[str]:
+        """Removes objects not in `referenced` whose last commit is older. Returns their digests."""
 
 
 class LocalAdapterFiles:
@@ -270,18 +267,20 @@ class LocalAdapterFiles:
     async def import_from(self, incoming: str, store_path: str) -> BroughtTokenizer:
         return await asyncio.to_thread(self._import_from, incoming, store_path)
 
-    async def finish(self, incoming: str) -> AdapterUid:
+    async def finish(self, incoming: str) -> AdapterDigest:
         return await asyncio.to_thread(self._finish, incoming)
 
-    async def commit(self, incoming: str, uid: AdapterUid) -> None:
-        await asyncio.to_thread(self._commit, incoming, uid)
+    async def commit(self, incoming: str, digest: AdapterDigest) -> None:
+        await asyncio.to_thread(self._commit, incoming, digest)
 
-    async def problem(self, uid: AdapterUid) -> str:
+    async def problem(self, digest: AdapterDigest) -> str:
         is_left = threading.Event()
         try:
-            return await asyncio.to_thread(self._problem, uid, is_left)
+            return await asyncio.to_thread(self._problem, digest, is_left)
         finally:
             is_left.set()
+            for name in FILE_NAMES:
+                forget_pages(self._root / object_path(digest) / name)
 
     async def discard(self, incoming: str) -> None:
         await asyncio.to_thread(shutil.rmtree, self._incoming(incoming), ignore_errors=True)
@@ -289,7 +288,9 @@ class LocalAdapterFiles:
     async def sweep(self, *, now_unix_s: float, older_than_s: float) -> int:
         return await asyncio.to_thread(self._sweep, now_unix_s - older_than_s)
 
-    async def collect(self, referenced: Collection[AdapterUid], *, now_unix_s: float, older_than_s: float) -> list[str]:
+    async def collect(
+        self, referenced: Collection[AdapterDigest], *, now_unix_s: float, older_than_s: float
+    ) -> list[str]:
         return await asyncio.to_thread(self._collect, frozenset(referenced), now_unix_s - older_than_s)
 
     def _incoming(self, incoming: str) -> Path:
@@ -340,7 +341,7 @@ class LocalAdapterFiles:
                     raise InvalidRequest.of(target.name, f"has more than {limit_bytes} bytes")
                 writing.write(block)
 
-    def _finish(self, incoming: str) -> AdapterUid:
+    def _finish(self, incoming: str) -> AdapterDigest:
         folder = self._incoming(incoming)
         missing = [name for name in FILE_NAMES if not (folder / name).exists()]
         if missing:
@@ -350,19 +351,25 @@ class LocalAdapterFiles:
             with (folder / name).open("rb") as file:
                 os.fsync(file.fileno())
             os.chmod(folder / name, 0o444)
-        return adapter_uid(config, folder / WEIGHTS_NAME)
+        return adapter_digest(config, folder / WEIGHTS_NAME)
 
-    def _commit(self, incoming: str, uid: AdapterUid) -> None:
-        folder, target = self._incoming(incoming), self._root / object_path(uid)
+    def _commit(self, incoming: str, digest: AdapterDigest) -> None:
+        # One file of weights is read, there or here, and the folder is synced: by its time nobody can tell whether
+        # another tenant has the same.
+        folder, target = self._incoming(incoming), self._root / object_path(digest)
+        for name in FILE_NAMES:
+            forget_pages(folder / name)
         while True:
             with suppress(FileNotFoundError, NotADirectoryError):
                 os.utime(target)  # its new time keeps `collect` away from it
-                if not _is_sound(target, folder, uid):
-                    self._clear_unsound(target, folder, uid)
+                if not _is_sound(target, folder, digest):
+                    self._clear_unsound(target, folder, digest)
                     continue
                 shutil.rmtree(folder, ignore_errors=True)
-                return
+                break
             os.utime(folder)
+            if not _is_sound(folder, folder, digest):
+                raise OSError(errno.EIO, "what was written is not what is read", str(folder))
             try:
                 os.rename(folder, target)
             except OSError as e:
@@ -370,36 +377,38 @@ class LocalAdapterFiles:
                     raise e
                 continue  # another call was faster with the same bytes
             break
+        for name in FILE_NAMES:
+            forget_pages(target / name)
         with _folder_descriptor(self._root / OBJECTS) as descriptor:
             os.fsync(descriptor)
 
-    def _clear_unsound(self, target: Path, folder: Path, uid: AdapterUid) -> None:
+    def _clear_unsound(self, target: Path, folder: Path, digest: AdapterDigest) -> None:
         """Moves it away whole. Until the sound one is there readers find none, as they could not use this one."""
         trash = self._root / INCOMING / f"{_TRASH}{secrets.token_hex(16)}"
         with _folder_descriptor(self._root / OBJECTS) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if not _is_sound(target, folder, uid):  # another call may have replaced it meanwhile
-                _LOG.warning("a damaged object is replaced", extra=fields(adapter=uid))
+            if not _is_sound(target, folder, digest):  # another call may have replaced it meanwhile
+                _LOG.warning("a damaged object is replaced", extra=fields(adapter=digest))
                 os.rename(target, trash)
         _remove(trash)
 
-    def _problem(self, uid: AdapterUid, is_left: threading.Event) -> str:
-        folder = self._root / object_path(uid)
+    def _problem(self, digest: AdapterDigest, is_left: threading.Event) -> str:
+        folder = self._root / object_path(digest)
         try:
             if not stat.S_ISDIR(os.lstat(folder).st_mode):
-                return f"{OBJECTS}/{uid} is no folder"
+                return f"{OBJECTS}/{digest} is no folder"
             with open(open_regular(folder / CONFIG_NAME, field=CONFIG_NAME), "rb") as file:
-                digest = uid_digest(parse_config(file.read(MAX_CONFIG_BYTES + 1)))
+                hasher = content_hasher(parse_config(file.read(MAX_CONFIG_BYTES + 1)))
             with open(open_regular(folder / WEIGHTS_NAME, field=WEIGHTS_NAME), "rb") as file:
                 while (block := file.read(_COPY_BYTES)) and not is_left.is_set():
-                    digest.update(block)
+                    hasher.update(block)
         except InvalidRequest as e:
             return e.message
         except OSError as e:
             return f"{Path(e.filename or folder).name}: cannot be read: {os.strerror(e.errno or 0)}"
-        if digest.hexdigest() == uid:
+        if hasher.hexdigest() == digest:
             return ""
-        return f"{CONFIG_NAME} and {WEIGHTS_NAME} are not what was registered: their digest is {digest.hexdigest()}"
+        return f"{CONFIG_NAME} and {WEIGHTS_NAME} are not what was registered: their digest is {hasher.hexdigest()}"
 
     def _sweep(self, before_unix_s: float) -> int:
         removed = 0
@@ -411,10 +420,10 @@ class LocalAdapterFiles:
                     removed += 1
         return removed
 
-    def _collect(self, referenced: frozenset[AdapterUid], before_unix_s: float) -> list[str]:
+    def _collect(self, referenced: frozenset[AdapterDigest], before_unix_s: float) -> list[str]:
         removed: list[str] = []
         for folder in self._folders(OBJECTS):
-            if folder.name in referenced or not is_uid(folder.name):
+            if folder.name in referenced or not is_digest(folder.name):
                 continue
             with suppress(FileNotFoundError):
                 if folder.stat().st_mtime >= before_unix_s:
@@ -436,8 +445,8 @@ class LocalAdapterFiles:
         return sorted(p for p in parent.iterdir() if not p.is_symlink() and p.is_dir()) if parent.is_dir() else []
 
 
-def _is_sound(target: Path, folder: Path, uid: AdapterUid) -> bool:
-    """Whether it holds what `folder` holds, the object `uid`. Raises FileNotFoundError where it is gone."""
+def _is_sound(target: Path, folder: Path, digest: AdapterDigest) -> bool:
+    """Whether it holds what `folder` holds, the object `digest`. Raises FileNotFoundError where it is gone."""
     if not stat.S_ISDIR(os.lstat(target).st_mode):
         return False
     try:
@@ -446,7 +455,7 @@ def _is_sound(target: Path, folder: Path, uid: AdapterUid) -> bool:
         with open(open_regular(target / WEIGHTS_NAME, field=WEIGHTS_NAME), "rb") as file:
             if os.fstat(file.fileno()).st_size != (folder / WEIGHTS_NAME).stat().st_size:
                 return False
-        return adapter_uid(config, target / WEIGHTS_NAME) == uid
+        return adapter_digest(config, target / WEIGHTS_NAME) == digest
     except (InvalidRequest, PermissionError):
         return False
 
@@ -456,6 +465,16 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def forget_pages(path: Path) -> None:
+    """So that the next read is of the disk, whoever has read the file before."""
+    with suppress(OSError, InvalidRequest):  # whoever reads it is told what is wrong with it
+        descriptor = open_regular(path, field=path.name)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
 
 
 @contextmanager

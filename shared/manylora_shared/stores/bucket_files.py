@@ -1,6 +1,6 @@
 """The adapter store in a bucket: what routers write and workers read, without a folder that they share."""
 
-#     <prefix>/objects/<uid>/adapter_model.safetensors, adapter_config.json      the configuration last: it is there
+#     <prefix>/objects/<digest>/adapter_model.safetensors, adapter_config.json      the configuration last: it is there
 #     <prefix>/incoming/<random>/...                                             one adapter while it is being added
 #     <prefix>/<anything else>                                                   where an operator lays some to import
 
@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from manylora_shared.errors import FieldViolation, InvalidRequest
-from manylora_shared.ids import AdapterUid
+from manylora_shared.ids import AdapterDigest, is_digest
 from manylora_shared.stores.adapter_files import (
     CONFIG_NAME,
     DEFAULT_MAX_WEIGHTS_BYTES,
@@ -23,10 +23,9 @@ from manylora_shared.stores.adapter_files import (
     OBJECTS,
     WEIGHTS_NAME,
     LocalAdapterFiles,
-    is_uid,
+    content_hasher,
     object_path,
     parse_config,
-    uid_digest,
 )
 from manylora_shared.stores.adapter_tokenizer import FILE_NAMES as TOKENIZER_NAMES
 from manylora_shared.stores.adapter_tokenizer import MAX_FILE_BYTES, BroughtTokenizer, brought_by
@@ -53,23 +52,23 @@ class BucketAdapterFiles:
     async def import_from(self, incoming: str, store_path: str) -> BroughtTokenizer:
         return await asyncio.to_thread(self._import_from, incoming, store_path)
 
-    async def finish(self, incoming: str) -> AdapterUid:
-        uid = await self._local.finish(incoming)
+    async def finish(self, incoming: str) -> AdapterDigest:
+        digest = await self._local.finish(incoming)
         for name in FILE_NAMES:
             await asyncio.to_thread(self._bucket.put, f"{incoming}/{name}", self._staging / incoming / name)
-        return uid
+        return digest
 
-    async def commit(self, incoming: str, uid: AdapterUid) -> None:
+    async def commit(self, incoming: str, digest: AdapterDigest) -> None:
         """Over what is there, too: that mends a damaged one, and its new time keeps `collect` away."""
         for name in (WEIGHTS_NAME, CONFIG_NAME):
-            await asyncio.to_thread(self._bucket.copy, f"{incoming}/{name}", f"{object_path(uid)}/{name}")
+            await asyncio.to_thread(self._bucket.copy, f"{incoming}/{name}", f"{object_path(digest)}/{name}")
 
-    async def problem(self, uid: AdapterUid) -> str:
+    async def problem(self, digest: AdapterDigest) -> str:
         try:
-            found = await asyncio.to_thread(self._digest, uid)
+            found = await asyncio.to_thread(self._digest, digest)
         except InvalidRequest as e:
             return e.message
-        return "" if found == uid else f"the files are not what was registered: their digest is {found}"
+        return "" if found == digest else f"the files are not what was registered: their digest is {found}"
 
     async def discard(self, incoming: str) -> None:
         await self._local.discard(incoming)
@@ -79,11 +78,13 @@ class BucketAdapterFiles:
         await self._local.sweep(now_unix_s=now_unix_s, older_than_s=older_than_s)
         return len(await asyncio.to_thread(self._remove_old, INCOMING, frozenset(), now_unix_s - older_than_s))
 
-    async def collect(self, referenced: Collection[AdapterUid], *, now_unix_s: float, older_than_s: float) -> list[str]:
+    async def collect(
+        self, referenced: Collection[AdapterDigest], *, now_unix_s: float, older_than_s: float
+    ) -> list[str]:
         return await asyncio.to_thread(self._remove_old, OBJECTS, frozenset(referenced), now_unix_s - older_than_s)
 
-    def _digest(self, uid: AdapterUid) -> str:
-        return digest_of(self._bucket, stored_files(self._bucket, object_path(uid), self._limits))
+    def _digest(self, digest: AdapterDigest) -> str:
+        return digest_of_files(self._bucket, stored_files(self._bucket, object_path(digest), self._limits))
 
     def _import_from(self, incoming: str, store_path: str) -> BroughtTokenizer:
         parts = store_path.split("/")
@@ -123,7 +124,7 @@ class BucketAdapterFiles:
             folders[stored.path.split("/")[1]].append(stored)
         removed = []
         for name, files in sorted(folders.items()):
-            if name in kept or (parent == OBJECTS and not is_uid(name)):
+            if name in kept or (parent == OBJECTS and not is_digest(name)):
                 continue
             # looked at again: a commit of the same bytes may have come since the list was made
             if all(self._is_older(stored, before_unix_s) for stored in files):
@@ -157,23 +158,23 @@ def stored_files(bucket: Bucket, folder: str, limits: dict[str, int]) -> dict[st
     return found
 
 
-def digest_of(bucket: Bucket, files: Mapping[str, StoredObject], into: Path | None = None) -> str:
+def digest_of_files(bucket: Bucket, files: Mapping[str, StoredObject], into: Path | None = None) -> str:
     """Of an adapter's files as `stored_files` found them; into: writes them, as they are read.
 
     Raises InvalidRequest, also where they have changed since; ServiceUnavailable.
     """
     try:
         config = b"".join(bucket.parts(files[CONFIG_NAME]))
-        digest = uid_digest(parse_config(config))
+        hasher = content_hasher(parse_config(config))
         if into is None:
             for part in bucket.parts(files[WEIGHTS_NAME]):
-                digest.update(part)
+                hasher.update(part)
         else:
             (into / CONFIG_NAME).write_bytes(config)
-            _write(bucket, files[WEIGHTS_NAME], into / WEIGHTS_NAME, digest)
+            _write(bucket, files[WEIGHTS_NAME], into / WEIGHTS_NAME, hasher)
     except ObjectMissing as e:
         raise InvalidRequest.of(str(e), "went while it was read") from None
-    return digest.hexdigest()
+    return hasher.hexdigest()
 
 
 def fetch(bucket: Bucket, path: str, target: Path, limit_bytes: int) -> None:
@@ -187,9 +188,9 @@ def fetch(bucket: Bucket, path: str, target: Path, limit_bytes: int) -> None:
         raise InvalidRequest.of(target.name, "is missing") from None
 
 
-def _write(bucket: Bucket, stored: StoredObject, target: Path, digest: hashlib._Hash | None = None) -> None:
+def _write(bucket: Bucket, stored: StoredObject, target: Path, hasher: hashlib._Hash | None = None) -> None:
     with target.open("wb") as file:
         for part in bucket.parts(stored):
             file.write(part)
-            if digest is not None:
-                digest.update(part)
+            if hasher is not None:
+                hasher.update(part)

@@ -18,8 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from manylora_shared.errors import Overloaded
-from manylora_shared.ids import AdapterUid
-from manylora_shared.stores.adapter_files import INCOMING, OBJECTS, is_uid
+from manylora_shared.ids import AdapterUid, is_uid
+from manylora_shared.stores.adapter_files import INCOMING, OBJECTS
 
 _RETRY_S = 1.0
 

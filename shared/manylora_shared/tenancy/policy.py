@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import yaml
 
 from manylora_shared.errors import MAX_SHOWN, FieldViolation, InvalidRequest, shown
-from manylora_shared.ids import AdapterName, QosClass, TenantId, name_problem
+from manylora_shared.ids import AdapterDigest, AdapterName, AdapterUid, QosClass, TenantId, adapter_uid, name_problem
 
 DEFAULT_WEIGHTS: Mapping[QosClass, int] = {QosClass.INTERACTIVE: 4, QosClass.STANDARD: 2, QosClass.BATCH: 1}
 MAX_WEIGHT = 1000
@@ -122,6 +122,7 @@ class TenantPolicy:
     pinned_adapters: tuple[AdapterName, ...] = ()  # the first ones come first where not all have room
     security: TenantSecurity = TenantSecurity()
     cache_group: str | None = None  # tenants whose policies name the same group share what is cached
+    share_copies: bool = False  # of adapters, with the other tenants whose policies say so
 
     def weight(self, qos_class: QosClass) -> int:
         return self.classes[qos_class].weight
@@ -129,6 +130,9 @@ class TenantPolicy:
     @property
     def tenant_weight(self) -> int:
         return sum(each.weight for each in self.classes.values())
+
+    def copy_of(self, digest: AdapterDigest) -> AdapterUid:
+        return adapter_uid(digest, None if self.share_copies else self.tenant_id)
 
     def to_yaml(self) -> str:
         """The canonical form: parse_policy gives an equal policy back."""
@@ -143,8 +147,12 @@ class TenantPolicy:
         quotas = _given(self.quotas, "  ") + _given(self.limits, "  ")
         if quotas:
             lines += ["quotas:", *quotas]
+        if self.pinned_adapters or self.share_copies:
+            lines += ["adapters:"]
         if self.pinned_adapters:
-            lines += ["adapters:", "  pin:", *(f'  - "{name}"' for name in self.pinned_adapters)]
+            lines += ["  pin:", *(f'  - "{name}"' for name in self.pinned_adapters)]
+        if self.share_copies:
+            lines += ["  share_copies: true"]
         if self.cache_group is not None:
             lines += ["prefix_cache:", f'  group: "{self.cache_group}"']
         if self.security != TenantSecurity():
@@ -247,12 +255,13 @@ class _Reader:
         classes = _default_classes()
         quotas: dict[str, tuple[int, yaml.Node]] = {}
         pins: list[AdapterName] = []
+        share_copies: list[bool | None] = []
         security: dict[str, Any] = {}
         readers: dict[str, _Read] = {
             "tenant_id": lambda path, node: tenant_id.append(self._name(path, node)),
             "classes": lambda path, node: self._classes(path, node, classes),
             "quotas": lambda path, node: self._integers(path, node, {**_QUOTAS, **_LIMITS}, quotas),
-            "adapters": lambda path, node: self._adapters(path, node, pins),
+            "adapters": lambda path, node: self._adapters(path, node, pins, share_copies),
             "prefix_cache": lambda path, node: self._prefix_cache(path, node, cache_group),
             "security": lambda path, node: self._security(path, node, security),
         }
@@ -269,6 +278,7 @@ class _Reader:
             limits=TenantLimits(**{name: value for name, value in values.items() if name in _LIMITS}),
             quotas=TenantQuotas(**{name: value for name, value in values.items() if name in _QUOTAS}),
             pinned_adapters=tuple(pins),
+            share_copies=bool(_only(share_copies)),
             security=TenantSecurity(**security),
             cache_group=_only(cache_group),
         )
@@ -334,7 +344,7 @@ class _Reader:
             self._add(path, node, f"needs one of the keys {', '.join(readers)}")
         return Slo(_only(ttft), _only(availability)) if ttft or availability else None
 
-    def _adapters(self, path: str, node: yaml.Node, pins: list[AdapterName]) -> None:
+    def _adapters(self, path: str, node: yaml.Node, pins: list[AdapterName], share_copies: list[bool | None]) -> None:
         def read_pins(at: str, value: yaml.Node) -> None:
             if not isinstance(value, yaml.SequenceNode):
                 self._add(at, value, "must be a list of adapters' names")
@@ -352,7 +362,11 @@ class _Reader:
                 else:
                     pins.append(AdapterName(item.value))
 
-        self._mapping(path, node, {"pin": read_pins})
+        readers: dict[str, _Read] = {
+            "pin": read_pins,
+            "share_copies": lambda at, value: share_copies.append(self._bool(at, value)),
+        }
+        self._mapping(path, node, readers)
 
     def _prefix_cache(self, path: str, node: yaml.Node, group: list[str | None]) -> None:
         found = self._mapping(path, node, {"group": lambda at, value: group.append(self._name(at, value))})
@@ -361,10 +375,8 @@ class _Reader:
 
     def _security(self, path: str, node: yaml.Node, security: dict[str, Any]) -> None:
         def read_can_stream(at: str, value: yaml.Node) -> None:
-            if isinstance(value, yaml.ScalarNode) and value.tag == _BOOL_TAG and value.value in ("true", "false"):
-                security["can_stream"] = value.value == "true"
-            else:
-                self._add(at, value, "must be true or false")
+            if (can_stream := self._bool(at, value)) is not None:
+                security["can_stream"] = can_stream
 
         def read_retention(at: str, value: yaml.Node) -> None:
             days = self._integer(at, value, 0, MAX_RETENTION_DAYS)
@@ -411,6 +423,12 @@ class _Reader:
                 found.append(key)
                 readers[key](key_path, value_node)
         return found
+
+    def _bool(self, path: str, node: yaml.Node) -> bool | None:
+        if isinstance(node, yaml.ScalarNode) and node.tag == _BOOL_TAG and node.value in ("true", "false"):
+            return bool(node.value == "true")
+        self._add(path, node, "must be true or false")
+        return None
 
     def _share(self, path: str, node: yaml.Node) -> float | None:
         text = node.value if isinstance(node, yaml.ScalarNode) else ""

@@ -22,12 +22,13 @@ from manylora_shared.errors import (
     RpcError,
     ServiceUnavailable,
 )
-from manylora_shared.ids import AdapterUid, name_problem
+from manylora_shared.ids import AdapterDigest, TenantId, name_problem
 from manylora_shared.process.clock import WallClock
 from manylora_shared.stores.adapter_files import AdapterFiles
 from manylora_shared.stores.adapter_tokenizer import BroughtTokenizer
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.identity import Principal, Scope
+from manylora_shared.tenancy.policy import TenantPolicy
 from manylora_shared.transport.base import methods_of
 from manylora_shared.transport.places import Places
 
@@ -133,9 +134,9 @@ class AdapterIntake:
             else:
                 await self._check(BroughtTokenizer(header.chat_template, header.added_tokens))
                 await self._receive(requests, incoming)
-            uid = await self._files.finish(incoming)
-            record = await self._validate(header, incoming, uid)
-            await self._files.commit(incoming, uid)
+            digest = await self._files.finish(incoming)
+            record = await self._validate(header, incoming, digest)
+            await self._files.commit(incoming, digest)
             return record
         finally:
             # Shielded: a caller that goes away must not leave its files behind.
@@ -173,17 +174,21 @@ class AdapterIntake:
             told = f"more than {UPLOAD_IDLE_S:g} seconds behind {SLOWEST_BYTES_PER_S // 1024} KiB a second"
             raise DeadlineExceeded(f"the upload is {told}") from None
 
-    async def _validate(self, header: admin_pb2.AddAdapterHeader, incoming: str, uid: AdapterUid) -> AdapterRecord:
+    async def _validate(
+        self, header: admin_pb2.AddAdapterHeader, incoming: str, digest: AdapterDigest
+    ) -> AdapterRecord:
         """Raises InvalidRequest with all that is wrong, ServiceUnavailable where no worker answers."""
+        tenant_id = TenantId(header.tenant_id)
+        policy = self._directory.policy_of(tenant_id) or TenantPolicy(tenant_id)  # where it is not heard of yet
         answer = await self._ask_worker(
-            worker_pb2.ValidateAdapterRequest(path=incoming, tenant_id=header.tenant_id, adapter_uid=uid)
+            worker_pb2.ValidateAdapterRequest(path=incoming, tenant_id=tenant_id, adapter_uid=policy.copy_of(digest))
         )
         if answer.problems:
             raise InvalidRequest.of_all([FieldViolation(p.field, p.description) for p in answer.problems])
         return AdapterRecord(
             tenant_id=header.tenant_id,
             name=header.name,
-            uid=uid,
+            uid=digest,
             max_lora_rank=answer.max_lora_rank,
             size_bytes=answer.size_bytes,
             target_modules=tuple(answer.target_modules),

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from manylora.v1 import admin_pb2
 from manylora_shared.coordination.records import AdapterRecord
-from manylora_shared.ids import AdapterUid
+from manylora_shared.ids import AdapterDigest
 from manylora_shared.stores.adapter_files import AdapterFiles
 from manylora_shared.transport.places import Places
 
@@ -31,5 +31,5 @@ class Verification:
             problems: dict[str, str] = {}  # by digest: many names may have the same files
             for record in records:
                 if record.uid not in problems:
-                    problems[record.uid] = await self._files.problem(AdapterUid(record.uid))
+                    problems[record.uid] = await self._files.problem(AdapterDigest(record.uid))
                 yield admin_pb2.VerifyAdaptersResponse(adapter=adapter_info(record), problem=problems[record.uid])

@@ -166,7 +166,7 @@ class Intake:
         policy, adapter = self._admit_caller(tenant, request, call.request_id)
         self._check_overload(policy.tenant_id, request, call.request_id)
         if adapter is not None:
-            call.span.set(Attribute.ADAPTER_VERSION, adapter.uid)
+            call.span.set(Attribute.ADAPTER_VERSION, adapter.digest)
             call.span.set(Attribute.ADAPTER_NUMBER, adapter.version)
         model = self._model()
         violations = admission.check(request, model.limits)
@@ -205,9 +205,9 @@ class Intake:
             traceparent=call.span.traceparent,
             can_stream=policy.security.can_stream,
         )
-        uid = adapter.uid if adapter is not None else None
+        digest = adapter.digest if adapter is not None else None
         now = asyncio.get_running_loop().time()
-        return job, self._guard.admit(job.tenant_id, uid, job.prompt_token_ids, now)
+        return job, self._guard.admit(job.tenant_id, digest, job.prompt_token_ids, now)
 
     def _admit_caller(self, tenant: str, request: RequestInput, request_id: str) -> tuple[TenantPolicy, Adapter | None]:
         directory, sticky = self._directory, StickyKeys(request_id, request.conversation, request.user)

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from manylora_shared.ids import AdapterUid, TenantId
+from manylora_shared.ids import AdapterDigest, TenantId
 
 # with an adapter (None: the base model), or all of a tenant's requests
-Scope = tuple[TenantId, AdapterUid | None] | tuple[TenantId]
+Scope = tuple[TenantId, AdapterDigest | None] | tuple[TenantId]
 
 ADAPTER_THRESHOLD = 5
 TENANT_THRESHOLD = 10
@@ -33,7 +33,7 @@ class _Circuit:
     scope: Scope
     failures: int = 0
     last_failure_at: float = 0.0
-    adapters: set[AdapterUid | None] = field(default_factory=set)  # in this row: a tenant's circuit needs two
+    adapters: set[AdapterDigest | None] = field(default_factory=set)  # in this row: a tenant's circuit needs two
     open_until: float | None = None  # None: closed
     openings: int = 0
     probe: object | None = None
@@ -109,7 +109,9 @@ class Breakers:
                 changes.append(Change(scope, None))
         return changes
 
-    def failed(self, scopes: Sequence[Scope], permit: object, adapter: AdapterUid | None, now: float) -> list[Change]:
+    def failed(
+        self, scopes: Sequence[Scope], permit: object, adapter: AdapterDigest | None, now: float
+    ) -> list[Change]:
         """Returns the circuits that this opened."""
         changes: list[Change] = []
         for scope in scopes:
@@ -140,7 +142,7 @@ class Breakers:
             if c.open_until is not None
         ]
 
-    def _count(self, circuit: _Circuit, adapter: AdapterUid | None, now: float) -> None:
+    def _count(self, circuit: _Circuit, adapter: AdapterDigest | None, now: float) -> None:
         if now - circuit.last_failure_at > FORGET_S:
             circuit.failures = circuit.openings = 0
             circuit.adapters.clear()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from manylora_shared.errors import CircuitOpen, Quarantined
-from manylora_shared.ids import AdapterUid, TenantId
+from manylora_shared.ids import AdapterDigest, TenantId
 
 from manylora_router.guard.circuits import Breakers, Change, CircuitState, Scope
 from manylora_router.guard.quarantine import Quarantine
@@ -31,7 +31,7 @@ class Fault(enum.Enum):
 @dataclass(eq=False)
 class Permit:
     tenant: TenantId
-    adapter: AdapterUid | None
+    adapter: AdapterDigest | None
     prompt_token_ids: Sequence[int]
     worker_id: str = ""  # empty: none has begun it
     since: float = 0.0
@@ -59,7 +59,7 @@ class Guard:
         return sum(len(worker.running) for worker in self._workers.values())
 
     def admit(
-        self, tenant: TenantId, adapter: AdapterUid | None, prompt_token_ids: Sequence[int], now: float
+        self, tenant: TenantId, adapter: AdapterDigest | None, prompt_token_ids: Sequence[int], now: float
     ) -> Permit:
         """Raises Quarantined or CircuitOpen, and nothing has changed; else `ended` follows once."""
         permit = Permit(tenant, adapter, prompt_token_ids)
@@ -147,7 +147,7 @@ class _Worker:
     def __init__(self) -> None:
         self.running: dict[Permit, None] = {}  # in order of beginning
         self._left: dict[TenantId, float] = {}  # without having completed, oldest first
-        self._failures: dict[tuple[TenantId, AdapterUid | None], float] = {}  # that counted, oldest first
+        self._failures: dict[tuple[TenantId, AdapterDigest | None], float] = {}  # that counted, oldest first
 
     def is_alone(self, permit: Permit) -> bool:
         """No other tenant's request was here at the same time, unless it completed."""

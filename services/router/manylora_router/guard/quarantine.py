@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from manylora_shared.ids import AdapterUid, TenantId
+from manylora_shared.ids import AdapterDigest, TenantId
 
 MAX_STRIKES = 2
 QUARANTINE_S = 300.0
@@ -54,7 +54,7 @@ class Quarantine:
         return found
 
     def wait_s(
-        self, tenant: TenantId, adapter: AdapterUid | None, prompt_token_ids: Sequence[int], now: float
+        self, tenant: TenantId, adapter: AdapterDigest | None, prompt_token_ids: Sequence[int], now: float
     ) -> float | None:
         """None: the prompt is let through."""
         if not self._records:
@@ -72,7 +72,7 @@ class Quarantine:
     def strike(
         self,
         tenant: TenantId,
-        adapter: AdapterUid | None,
+        adapter: AdapterDigest | None,
         prompt_token_ids: Sequence[int],
         *,
         worker_id: str,
@@ -98,11 +98,11 @@ class Quarantine:
         record.until = now + QUARANTINE_S
         return True
 
-    def clear(self, tenant: TenantId, adapter: AdapterUid | None, prompt_token_ids: Sequence[int]) -> None:
+    def clear(self, tenant: TenantId, adapter: AdapterDigest | None, prompt_token_ids: Sequence[int]) -> None:
         if self._records:
             self._records.pop(self._key(tenant, adapter, prompt_token_ids), None)
 
-    def _key(self, tenant: TenantId, adapter: AdapterUid | None, prompt_token_ids: Sequence[int]) -> bytes:
+    def _key(self, tenant: TenantId, adapter: AdapterDigest | None, prompt_token_ids: Sequence[int]) -> bytes:
         if self._secret is None:
             # Drawn when it is first needed: a run without failures draws what it drew before there was a quarantine.
             self._secret = self._getrandbits(256).to_bytes(32, "big")

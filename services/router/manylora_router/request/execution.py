@@ -339,7 +339,7 @@ class Execution:
         return Started(
             request_id=job.request_id,
             adapter=job.adapter.reference if job.adapter else "",
-            adapter_version=job.adapter.uid if job.adapter else "",
+            adapter_version=job.adapter.digest if job.adapter else "",
             seed=job.sampling.seed,
             prompt_token_ids=job.prompt_token_ids,
             degraded=job.degraded,

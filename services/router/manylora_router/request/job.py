@@ -93,7 +93,7 @@ class Job:
             tenant=self.tenant_id,
             qos_class=self.qos_class.value,
             adapter=self.adapter.name if self.adapter else "",
-            adapter_version=self.adapter.uid if self.adapter else "",
+            adapter_version=self.adapter.digest if self.adapter else "",
             adapter_number=self.adapter.version if self.adapter else 0,
             request_id=self.request_id,
         )

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from manylora.v1 import admin_pb2, scheduler_pb2, status_pb2, worker_pb2
 from manylora_shared.errors import InvalidRequest, QuotaBreach
-from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, name_problem
-from manylora_shared.stores.adapter_files import is_uid
+from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, is_uid, name_problem
 from manylora_shared.tenancy.overload import OverloadView, rung_of
 from manylora_shared.wire import QOS_CLASSES, QOS_NUMBERS
 
@@ -70,7 +69,7 @@ def queued_request(
     _check_id("request_id", message.request_id)
     _check_tenant("tenant_id", message.tenant_id)
     if message.adapter_uid and not is_uid(message.adapter_uid):
-        raise InvalidRequest.of("adapter_uid", "must be a sha256 in hex")
+        raise InvalidRequest.of("adapter_uid", "is no adapter's")
     if message.sequences > MAX_SEQUENCES:
         raise InvalidRequest.of("sequences", f"must be at most {MAX_SEQUENCES}")
     deadline = None

@@ -15,7 +15,7 @@ import struct
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from manylora_shared.ids import AdapterUid, TenantId
+from manylora_shared.ids import AdapterUid, TenantId, digest_of
 
 from manylora_worker.kinds.flow import CacheScope
 from manylora_worker.kinds.sequence import Sequence
@@ -52,7 +52,7 @@ class PrefixKeys:
     def _make_namespace(self, scope: CacheScope, adapter_uid: AdapterUid | None) -> Namespace:
         fields = [b"group" if scope.is_group else b"tenant", scope.name.encode(), self._model_digest.encode()]
         if adapter_uid is not None:
-            fields.append(adapter_uid.encode())
+            fields.append(digest_of(adapter_uid).encode())
         # With each field's length, no two lists of fields are the same bytes.
         message = b"".join(len(each).to_bytes(4, "little") + each for each in fields)
         return Namespace(hmac.digest(self._secret, message, "sha256"))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from manylora.v1 import status_pb2, worker_pb2
 from manylora_shared.errors import ManyloraError
-from manylora_shared.ids import AdapterUid, RequestId, TenantId
+from manylora_shared.ids import AdapterUid, RequestId, TenantId, digest_of
 from manylora_shared.wire import QOS_NUMBERS
 
 from manylora_worker.adapters.cache import TenantAdapters
@@ -204,7 +204,11 @@ class ControlSession:
 def _pin_status(state: PinState) -> status_pb2.PinStatus:
     pin = state.pin
     return status_pb2.PinStatus(
-        name=pin.name, adapter_version=pin.uid or "", workers=1, on_device=int(state.is_ready), problem=state.problem
+        name=pin.name,
+        adapter_version=digest_of(pin.uid) if pin.uid else "",
+        workers=1,
+        on_device=int(state.is_ready),
+        problem=state.problem,
     )
 
 

@@ -15,8 +15,9 @@ from manylora_shared.coordination.base import Store
 from manylora_shared.coordination.policies import PolicyMirror, StoredPolicy, stored_policy
 from manylora_shared.coordination.records import AdapterRecord
 from manylora_shared.coordination.session import Mirror, first_of
-from manylora_shared.ids import AdapterName, AdapterUid, RequestId, TenantId
+from manylora_shared.ids import AdapterDigest, AdapterName, RequestId, TenantId
 from manylora_shared.telemetry.logs import fields
+from manylora_shared.tenancy.policy import TenantPolicy
 
 from manylora_worker.adapters.cache import TenantAdapters
 from manylora_worker.adapters.pins import NO_ROOM_TO_PIN, Pin
@@ -33,7 +34,7 @@ class TenantWatch:
         self._runtime = runtime
         self._tenants = PolicyMirror(store, self._tenant_changed)
         self._adapters = Mirror(store, keys.ADAPTERS, parse=AdapterRecord.stored, on_change=self._adapter_changed)
-        self._pinned: dict[TenantId, tuple[AdapterName, ...]] = {}
+        self._pinned: dict[TenantId, TenantPolicy] = {}
         self._is_ready = False  # until then a name that nothing stands for may only be not known yet
         self._has_pins = False  # whether the engine was told of any
         self._due: asyncio.Handle | None = None  # of telling it; changes of one moment are told together
@@ -94,21 +95,20 @@ class TenantWatch:
         tenant_id = TenantId(tenant)
         if stored is None:
             self._runtime.set_share(tenant_id, None)
-            self._set_pinned(tenant_id, ())
+            self._set_pinned(tenant_id, None)
             return
         policy = stored_policy(tenant_id, stored.in_force)
         if policy is None:
             return
         self._runtime.set_share(tenant_id, TenantShare.of(policy, self._runtime.model.kv_block_bytes))
-        self._set_pinned(tenant_id, policy.pinned_adapters)
+        self._set_pinned(tenant_id, policy if policy.pinned_adapters else None)
 
-    def _set_pinned(self, tenant_id: TenantId, names: tuple[AdapterName, ...]) -> None:
-        if names == self._pinned.get(tenant_id, ()):
-            return
-        self._pinned.pop(tenant_id, None)
-        if names:
-            self._pinned[tenant_id] = names
-        self._tell_soon()
+    def _set_pinned(self, tenant_id: TenantId, policy: TenantPolicy | None) -> None:
+        before = self._pinned.pop(tenant_id, None)
+        if policy is not None:
+            self._pinned[tenant_id] = policy
+        if before is not None or policy is not None:
+            self._tell_soon()
 
     def _adapter_changed(self, path: str, record: AdapterRecord | None) -> None:
         if self._pinned:
@@ -127,13 +127,16 @@ class TenantWatch:
         if not self._is_ready or not (self._pinned or self._has_pins):
             return
         self._has_pins = bool(self._pinned)
-        pins = {tenant_id: [self._pin(tenant_id, name) for name in names] for tenant_id, names in self._pinned.items()}
+        pins = {
+            tenant_id: [self._pin(policy, name) for name in policy.pinned_adapters]
+            for tenant_id, policy in self._pinned.items()
+        }
         records = self._adapters.values.values()
         largest_bytes = max((each.size_bytes for record in records for each in record.line.served), default=0)
         self._runtime.set_pins(pins, largest_bytes)
 
-    def _pin(self, tenant_id: TenantId, name: AdapterName) -> Pin:
-        record = self._adapters.values.get(f"{tenant_id}/{name}")
+    def _pin(self, policy: TenantPolicy, name: AdapterName) -> Pin:
+        record = self._adapters.values.get(f"{policy.tenant_id}/{name}")
         if record is None:
             return Pin(name, None)
-        return Pin(name, AdapterUid(record.uid), record.size_bytes)
+        return Pin(name, policy.copy_of(AdapterDigest(record.uid)), record.size_bytes)

@@ -12,9 +12,8 @@ from dataclasses import replace
 from manylora.v1 import worker_pb2
 from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.errors import InvalidRequest, NotFound, ServiceUnavailable, Unready, WorkerLost
-from manylora_shared.ids import AdapterUid, RequestId, TenantId, name_problem
+from manylora_shared.ids import AdapterUid, RequestId, TenantId, is_uid, name_problem
 from manylora_shared.metadata import ADAPTER_KEY
-from manylora_shared.stores.adapter_files import is_uid
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import ServerCall, Service
 
@@ -220,7 +219,7 @@ class WorkerServicer:
         if problem := name_problem(message.tenant_id):
             raise InvalidRequest.of("tenant_id", problem)
         if not is_uid(message.adapter_uid):
-            raise InvalidRequest.of("adapter_uid", "must be a sha256 in hex")
+            raise InvalidRequest.of("adapter_uid", "is no adapter's")
         if self._is_draining:
             raise ServiceUnavailable(f"worker {self._worker_id} is draining")
         report = await self._validator.validate(message.path, AdapterUid(message.adapter_uid))
@@ -280,7 +279,7 @@ class WorkerServicer:
                 match command.WhichOneof("command"):
                     case "prefetch":
                         if not is_uid(command.prefetch.adapter_uid):
-                            raise InvalidRequest.of("prefetch.adapter_uid", "must be a sha256 in hex")
+                            raise InvalidRequest.of("prefetch.adapter_uid", "is no adapter's")
                         tenant_id = TenantId(command.prefetch.tenant_id) or None
                         self._runtime.prefetch(AdapterUid(command.prefetch.adapter_uid), tenant_id)
                     case "drain":

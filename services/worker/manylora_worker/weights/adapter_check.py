@@ -31,7 +31,7 @@ class AdapterValidator(Protocol):
         """path: relative to the adapter store's root; InvalidRequest where it names no folder inside."""
 
     def lends(self, path: str, uid: AdapterUid) -> AbstractContextManager[None]:
-        """Meanwhile loads of `uid` find its files there, unless the store has them."""
+        """Meanwhile loads of `uid` find its files there."""
 
     async def largest_update(self, path: str, uid: AdapterUid) -> str:
         """Which module's, and how large, for people to read."""

@@ -99,7 +99,7 @@ class TorchAdapterBackend:
 
     @contextlib.contextmanager
     def lends(self, uid: AdapterUid, path: str) -> Iterator[None]:
-        """From any thread. Meanwhile loads find the adapter at `path` of the store, unless it is an object there."""
+        """From any thread. Meanwhile loads find the adapter at `path` of the store."""
         with self._lending:
             self._lent[uid] = (*self._lent.get(uid, ()), path)
         try:

@@ -41,7 +41,7 @@ class LocalReader:
         self._scratch = Scratch()
 
     def read(self, folder: Path, uid: AdapterUid) -> HostAdapter:
-        return read_adapter(folder, self._base, self._limits, expected_uid=uid, scratch=self._scratch)
+        return read_adapter(folder, self._base, self._limits, uid=uid, scratch=self._scratch)
 
     def check(self, folder: Path) -> Layout:
         return read_adapter(folder, self._base, self._limits).layout

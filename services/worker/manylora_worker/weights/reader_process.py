@@ -7,7 +7,7 @@ copies other threads' locks. Neither touches a device. Both end with their socke
 # Messages are JSON: the worker must not unpickle what a parser of tenants' files says.
 #
 #     reader    {"pid"}                       once
-#     worker    {"folder", "uid", "keeps"}    uid: what the content must have, or null; keeps: put the weights in memory
+#     worker    {"folder", "uid", "keeps"}    uid: what it shall be, or null; keeps: put the weights in memory
 #     reader    {"elements"}                  with keeps, when all but the weights' values has been checked
 #     worker    {"offset"}                    bytes in MEMORY_FD's memory; -1: a descriptor of other memory follows
 #     reader    {"ranks"}                     success: the rank at each of the model's slots, 0 for none
@@ -113,9 +113,7 @@ class _Reader:
     def _answer(self, folder: Path, uid: AdapterUid | None, *, keeps: bool) -> dict[str, Any]:
         allocate = {"allocate": self._allocate} if keeps else {}
         try:
-            adapter = read_adapter(
-                folder, self._base, self._limits, expected_uid=uid, scratch=self._scratch, **allocate
-            )
+            adapter = read_adapter(folder, self._base, self._limits, uid=uid, scratch=self._scratch, **allocate)
         except AdapterInvalid as invalid:
             return {"violations": [[v.field, v.description] for v in invalid.violations]}
         except ConnectionError:

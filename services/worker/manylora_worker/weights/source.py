@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from manylora_shared.errors import FieldViolation, InvalidRequest
-from manylora_shared.ids import AdapterUid
+from manylora_shared.ids import AdapterUid, adapter_uid, digest_of
 from manylora_shared.stores.adapter_files import (
     CONFIG_NAME,
     MAX_CONFIG_BYTES,
     WEIGHTS_NAME,
-    adapter_uid_of,
+    digest_of_content,
     parse_config,
 )
 from safetensors import SafetensorError, safe_open
@@ -100,13 +100,13 @@ def read_adapter(
     base: AdapterBase,
     limits: AdapterLimits,
     *,
-    expected_uid: AdapterUid | None = None,
+    uid: AdapterUid | None = None,
     allocate: Callable[[int, torch.dtype], Tensor] = _empty,
     scratch: Scratch | None = None,
 ) -> HostAdapter:
     """
     Args:
-        expected_uid: refuse content with another uid.
+        uid: what it shall be; content with another digest is refused.
         allocate: memory for the weights, [elements]. Called after every check but that of the weights' values.
         scratch: of reads with the same base and limits; None: nothing is kept.
 
@@ -131,11 +131,13 @@ def read_adapter(
         content = weights.read(scratch, problems)
     _raise_if_any(problems)
     assert content is not None
-    uid = adapter_uid_of(packing.config, memoryview(content.numpy()))
-    if expected_uid is not None and uid != expected_uid:
-        problems.add(WEIGHTS_NAME, f"the content is not what was registered: its uid is {uid}, not {expected_uid}")
+    digest = digest_of_content(packing.config, memoryview(content.numpy()))
+    if uid is not None and digest != digest_of(uid):
+        problems.add(
+            WEIGHTS_NAME, f"the content is not what was registered: its digest is {digest}, not {digest_of(uid)}"
+        )
         _raise_if_any(problems)
-    adapter = packing.pack(content, uid, allocate)
+    adapter = packing.pack(content, uid or adapter_uid(digest, None), allocate)
     if adapter.buffer.numel() and not all(math.isfinite(extreme) for extreme in torch.aminmax(adapter.buffer)):
         _name_unsound(adapter, base, problems)
         _raise_if_any(problems)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Protocol
 
 from manylora_shared.errors import InvalidRequest
-from manylora_shared.ids import AdapterUid
-from manylora_shared.stores.adapter_files import INCOMING, object_path, resolve_inside
+from manylora_shared.ids import AdapterUid, digest_of, owner_of
+from manylora_shared.stores.adapter_files import FILE_NAMES, INCOMING, forget_pages, object_path, resolve_inside
 from manylora_shared.stores.bucket import Bucket
-from manylora_shared.stores.bucket_files import LIMITS, digest_of, stored_files
+from manylora_shared.stores.bucket_files import LIMITS, digest_of_files, stored_files
 from manylora_shared.stores.disk_cache import DiskCache
 
 
@@ -59,8 +59,16 @@ class FolderStore:
 
     @contextlib.contextmanager
     def held(self, uid: AdapterUid, lent: str | None) -> Iterator[Path]:
-        stored = self._root / object_path(uid)
-        yield stored if lent is None or stored.is_dir() else self._root / lent
+        # What is lent comes first: by the time it takes nobody can tell whether another tenant's object is there.
+        folder = self._root / (lent or "")
+        if lent is None or not folder.is_dir():
+            folder = self._root / object_path(digest_of(uid))
+        try:
+            yield folder
+        finally:
+            if owner_of(uid) is not None:
+                for name in FILE_NAMES:
+                    forget_pages(folder / name)
 
     @contextlib.contextmanager
     def staged(self, path: str, uid: AdapterUid) -> Iterator[Path]:
@@ -90,12 +98,12 @@ class BucketStore:
     def fetch(self, uid: AdapterUid, lent: str | None) -> None:
         if self._cache.has(uid):
             return
-        folder = lent or object_path(uid)
+        folder = lent or object_path(digest_of(uid))
         files = stored_files(self._bucket, folder, LIMITS)
 
         def fill(into: Path) -> None:
-            found = digest_of(self._bucket, files, into)
-            if found != uid:
+            found = digest_of_files(self._bucket, files, into)
+            if found != digest_of(uid):
                 raise InvalidRequest.of(
                     "adapter", f"the adapter store's files are not what was registered: their digest is {found}"
                 )
