@@ -23,6 +23,7 @@ PROTOS = ROOT / "protos"
 GENERATED = ["shared/manylora/v1/*_pb2*.py*", "shared/manylora_shared/coordination/*_pb2*.py*"]
 
 UNITLESS = {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logprob"}
+UNITLESS |= {"canary_share", "stable_share", "evidence", "limit", "score"}
 UNITLESS |= {"availability", "availability_target", "error_budget", "late_part"}
 UNITS = ("_s", "_ms", "_bytes", "_tokens", "_shares")
 

@@ -254,6 +254,7 @@ class FakeScheduler:
         self.settled: list[tuple[str, int]] = []
         self.held: list[list[scheduler_pb2.HeldLease]] = []
         self.refused: list[scheduler_pb2.Refused] = []
+        self.trials: list[scheduler_pb2.TrialCounts] = []
         self.max_output_tokens: int | None = None
         """The cap on the output of what is granted; None: none."""
         self.server: Server | None = None
@@ -326,6 +327,8 @@ class FakeScheduler:
                 assert settled.request_id not in dict(self.settled), "a request is settled once"
                 self.settled.append((settled.request_id, settled.tokens))
                 self.leased.pop(settled.request_id, None)
+            case "trial_counts":
+                self.trials.append(request.trial_counts)
             case "refused":
                 self.refused.append(request.refused)
             case "lease_wanted":

@@ -36,6 +36,7 @@ from manylora_router.admin.status import ClusterStatus
 from manylora_router.admin.verification import Verification
 from manylora_router.config import RouterConfig
 from manylora_router.dialect.dialect import Dialect
+from manylora_router.front.feedback import FeedbackDesk
 from manylora_router.front.gate import LARGE_BYTES_PER_S, MAX_REQUEST_BYTES, Bounds, Gate, own_tenant
 from manylora_router.front.grpc import InferenceServicer, tenant_of
 from manylora_router.front.http.api.answers import Door
@@ -47,8 +48,10 @@ from manylora_router.guard.tokens import Tokens
 from manylora_router.links.callers import Callers
 from manylora_router.links.channels import WorkerChannels
 from manylora_router.links.directory import Directory
+from manylora_router.links.other_routers import OtherRouters
 from manylora_router.links.scheduler_client import SchedulerClient
 from manylora_router.links.token_keys import TokenKeys, load_issuers
+from manylora_router.links.wire import trial_counts
 from manylora_router.metrics import RECORD_S
 from manylora_router.request.call import Calls
 from manylora_router.text.service import TextService
@@ -56,6 +59,7 @@ from manylora_router.text.service import TextService
 _LOG = logging.getLogger(__name__)
 
 HOUSEKEEPING_S = 300.0
+TRIALS_S = 1.0
 FILES_GRACE_S = 900.0  # files are left alone for so long after an upload last wrote or committed them
 _STOP_GRACE_S = 5.0
 
@@ -124,7 +128,9 @@ class RouterApp:
             default_max_tokens=config.default_max_tokens,
         )
         self.bounds = Bounds()
-        self._inference = InferenceServicer(self.intake, self.calls)
+        self._others = OtherRouters(router_id=self.router_id, directory=self.directory, transport=transport)
+        self._feedback = FeedbackDesk(self.calls, self._others)
+        self._inference = InferenceServicer(self.intake, self.calls, self._feedback)
         self._intake = self._adapter_intake()
         levels = self._service_levels()
         self._status = ClusterStatus(directory=self.directory, transport=peers, levels=levels)
@@ -164,13 +170,7 @@ class RouterApp:
         )
 
     def _service_levels(self) -> ServiceLevels:
-        return ServiceLevels(
-            router_id=self.router_id,
-            directory=self.directory,
-            transport=self._transport,
-            slo=self.calls.slo,
-            guard=self.calls.guard,
-        )
+        return ServiceLevels(directory=self.directory, others=self._others, slo=self.calls.slo, guard=self.calls.guard)
 
     @property
     def door(self) -> Door:
@@ -178,6 +178,7 @@ class RouterApp:
             intake=self.intake,
             callers=self.callers,
             calls=self.calls,
+            feedback=self._feedback,
             text=self._text,
             dialect=Dialect.of(self._text.chat_template, self.config.tool_parser, self.config.reasoning_parser),
             admin=self.admin.handlers,
@@ -242,6 +243,7 @@ class RouterApp:
         self._tasks = [
             asyncio.create_task(self.scheduler.run(), name="scheduler-line"),
             asyncio.create_task(self._keep_house(), name="housekeeping"),
+            asyncio.create_task(self._keep_trials(), name="trials"),
             asyncio.create_task(self._keep_token_keys(), name="token keys"),
             asyncio.create_task(self.directory.failed(), name="mirrors"),
         ]
@@ -301,6 +303,18 @@ class RouterApp:
             )
             metrics.refusing(guard.circuits(loop.time()), guard.num_quarantined(loop.time()))
             await asyncio.sleep(RECORD_S)
+
+    async def _keep_trials(self) -> None:
+        """What was seen of versions in a rollout goes to the scheduler's leader, which judges."""
+        calls, loop = self.calls, asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(TRIALS_S)
+            calls.metrics.rollouts_stand(self.directory.rollouts)
+            for answer in calls.feedback.due(loop.time()):
+                calls.scored(answer)
+            if self.scheduler.is_connected:
+                for key, counts in calls.trials.take(self.directory.trials).items():
+                    self.scheduler.tell_trial(trial_counts(*key, counts))
 
     async def _keep_token_keys(self) -> None:
         await self._token_keys.run()

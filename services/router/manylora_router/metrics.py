@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from manylora_shared.ids import QosClass
@@ -12,10 +12,13 @@ from manylora_shared.tenancy.policy import Slo
 from manylora_shared.tenancy.slo import Flow, Verdict
 from manylora_shared.tenancy.top_names import TopNames
 
+from manylora_router.guard.admission import Adapter
 from manylora_router.guard.circuits import CircuitState
+from manylora_router.guard.trials import Outcome
 
 MAX_FLOWS = 1_000  # with a target; the rest is counted in one series without a tenant
 MAX_TENANTS = 32  # by use; the rest is `other`
+MAX_ROLLOUTS = 32  # whose versions have series; the others are `other`
 RECORD_S = 5.0  # between two looks at what is now
 COMPLETED = "completed"
 
@@ -34,6 +37,8 @@ _BY_TENANT = (
     Metrics.RESUMES,
     Metrics.RESUME_PAUSE,
 )
+
+_BY_VERSION = (Metrics.ROLLOUT_REQUESTS, Metrics.ROLLOUT_TTFT, Metrics.ROLLOUT_TPOT, Metrics.FEEDBACK)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +69,7 @@ class RouterMetrics:
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
         self._named: set[Flow] = set()
+        self._rollouts: dict[str, None] = {}  # that have series, by `tenant/name`
         self._tenants: TopNames[str] = TopNames(MAX_TENANTS)
 
     @property
@@ -132,6 +138,41 @@ class RouterMetrics:
                 telemetry.count(Metrics.SLO_FIRST_TOKENS, 1, {**labels, Attribute.VERDICT: in_time})
         if tpot_ms is not None:
             telemetry.histogram(Metrics.SLO_TPOT, tpot_ms, labels)
+
+    def tried(self, tenant: str, adapter: Adapter, outcome: Outcome) -> None:
+        """A request of a version in a rollout."""
+        if not self._telemetry.has_metrics:
+            return
+        labels = self._version_labels(tenant, adapter)
+        told = "failed" if outcome.has_failed else COMPLETED
+        self._telemetry.count(Metrics.ROLLOUT_REQUESTS, 1, {**labels, Attribute.OUTCOME: told})
+        for metric, ms in ((Metrics.ROLLOUT_TTFT, outcome.ttft_ms), (Metrics.ROLLOUT_TPOT, outcome.tpot_ms)):
+            if ms is not None:
+                self._telemetry.histogram(metric, ms / 1e3, labels)
+
+    def scored(self, tenant: str, adapter: Adapter | None, score: float) -> None:
+        if self._telemetry.has_metrics:
+            labels = self._version_labels(tenant, adapter) if adapter is not None and adapter.trial else {}
+            self._telemetry.histogram(Metrics.FEEDBACK, score, labels)
+
+    def rollouts_stand(self, standing: Collection[str]) -> None:
+        """By `tenant/name`: the others' series go."""
+        for key in [key for key in self._rollouts if key not in standing]:
+            tenant, _, name = key.partition("/")
+            self._telemetry.forget(_BY_VERSION, {Attribute.TENANT_ID: tenant, Attribute.ADAPTER_ID: name})
+            del self._rollouts[key]
+
+    def _version_labels(self, tenant: str, adapter: Adapter) -> dict[str, str]:
+        key = f"{tenant}/{adapter.name}"
+        if key not in self._rollouts:
+            if len(self._rollouts) >= MAX_ROLLOUTS:
+                return {}
+            self._rollouts[key] = None
+        return {
+            Attribute.TENANT_ID: tenant,
+            Attribute.ADAPTER_ID: adapter.name,
+            Attribute.ADAPTER_NUMBER: str(adapter.version),
+        }
 
     def refusing(self, circuits: Sequence[CircuitState], num_quarantined: int) -> None:
         half_open = sum(state.is_half_open for state in circuits)

@@ -19,6 +19,7 @@ from manylora_shared.coordination.records import SchedulerRecord, WorkerRecord
 from manylora_shared.coordination.session import Election, Mirror, first_of
 from manylora_shared.coordination.space import SpaceWatch
 from manylora_shared.ids import TenantId, WorkerId
+from manylora_shared.process.clock import SystemClock, WallClock
 from manylora_shared.telemetry import Metrics, Telemetry
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.transport.base import Server, Transport
@@ -28,6 +29,7 @@ from manylora_scheduler.core.core import CoreLimits, Order
 from manylora_scheduler.gates.queue_delay import OverloadTargets
 from manylora_scheduler.serving.clock_codec import Legacy
 from manylora_scheduler.serving.clock_keeper import ClockKeeper
+from manylora_scheduler.serving.rollouts import Rollouts
 from manylora_scheduler.serving.servicer import SchedulerServicer
 from manylora_scheduler.serving.term import Term
 
@@ -46,6 +48,7 @@ class SchedulerApp:
         telemetry: Telemetry,
         rng: random.Random,
         peer_secret: PeerSecret,
+        clock: WallClock | None = None,
         order: Order = "fair",
         overload: bool = True,
     ) -> None:
@@ -59,6 +62,7 @@ class SchedulerApp:
         self._order = order
         self._overload = overload
         self._peer_secret = peer_secret
+        self._clock = clock or SystemClock()
         self._space = SpaceWatch(store, telemetry, quota_bytes=config.etcd_quota_mb << 20)
         self._leaving = asyncio.Event()
         self._servicer = SchedulerServicer(telemetry, self._space, self._leaving.set)
@@ -183,13 +187,14 @@ class SchedulerApp:
                 telemetry=self._telemetry,
                 rng=self._rng,
             )
-            self._servicer.term = term
+            rollouts = Rollouts(self._store, epoch, self._telemetry, self._clock)
+            self._servicer.term, self._servicer.rollouts = term, rollouts
             self._telemetry.gauge(Metrics.LEADING, 1)
             try:
                 self._tell_workers(term)
-                await first_of(election.lost(epoch), term.failed())
+                await first_of(election.lost(epoch), term.failed(), rollouts.run())
             finally:
-                self._servicer.term = None
+                self._servicer.term = self._servicer.rollouts = None
                 await term.close()
 
     async def _load(self, clock: ClockKeeper, election: Election, epoch: int) -> Legacy | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from manylora.cli.output import DEFAULT_SERVER, Json, Key, Server, Tenant, connect, run
+from manylora.cli.output import DEFAULT_SERVER, Json, Key, Server, Tenant, connect, run, usage_error
 
 if TYPE_CHECKING:  # the client is loaded by the command that runs
     from manylora.client import AdapterLine
@@ -82,22 +82,45 @@ def remove(
 def rollout(
     name: Annotated[str, typer.Argument()],
     to: Annotated[int, typer.Option(help="The version.", min=1)],
-    percent: Annotated[int, typer.Option(help="Of the requests that name no version.", min=0, max=100)],
     tenant: Tenant,
+    percent: Annotated[
+        int | None, typer.Option(help="Of the requests that name no version; not with --auto.", min=0, max=100)
+    ] = None,
     sticky: Annotated[str, typer.Option(help="request, conversation or user: who keeps a version.")] = "request",
+    auto: Annotated[
+        bool, typer.Option("--auto", help="It goes on by itself, until it is promoted, or rolled back for a reason.")
+    ] = False,
+    steps: Annotated[str, typer.Option(metavar="1,10,50", help="Percent; after the last comes the promotion.")] = "",
+    min_requests: Annotated[int, typer.Option(help="Of each version in each step; 0: 200.", min=0)] = 0,
+    step_hours: Annotated[
+        float, typer.Option(help="A step that has not had as many by then is rolled back; 0: 24.", min=0)
+    ] = 0,
     as_json: Json = False,
     server: Server = DEFAULT_SERVER,
     key: Key = None,
 ) -> None:
     """Give a version to a share of the requests."""
+    from manylora.client import AutoRollout
 
+    if auto == (percent is not None):
+        raise usage_error("give either --percent or --auto")
+    if not auto and (steps or min_requests or step_hours):
+        raise usage_error("--steps, --min-requests and --step-hours go with --auto")
+    plan = AutoRollout(_percents(steps), min_requests, step_hours * 3600) if auto else None
     _run(
         server,
         key,
         name,
-        lambda adapters: adapters.rollout(tenant, name, to=to, percent=percent, sticky=sticky),
+        lambda adapters: adapters.rollout(tenant, name, to=to, percent=percent or 0, sticky=sticky, auto=plan),
         as_json=as_json,
     )
+
+
+def _percents(steps: str) -> tuple[int, ...]:
+    words = [word.strip() for word in steps.split(",")] if steps else []
+    if not all(word.isascii() and word.isdigit() for word in words):
+        raise usage_error(f"--steps: {steps!r} is no list of percentages")
+    return tuple(int(word) for word in words)
 
 
 @adapter_app.command()

@@ -45,6 +45,11 @@ app.add_typer(adapter_app, name="adapter")
 app.command()(load)
 
 
+class Thumb(enum.StrEnum):
+    UP = "up"
+    DOWN = "down"
+
+
 class ServiceClass(enum.StrEnum):
     INTERACTIVE = "interactive"
     STANDARD = "standard"
@@ -514,6 +519,25 @@ def key_revoke(
     from manylora.cli import keys
 
     run(keys.revoke(connect(server, key), key_id, as_json=as_json), as_json=as_json)
+
+
+@app.command()
+def feedback(
+    request_id: Annotated[str, typer.Argument(help="Of the answer, as --json and HTTP answers name it.")],
+    score: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="From 0 (bad) to 1 (good).")] = None,
+    thumb: Annotated[Thumb | None, typer.Option(help="In the score's place: up is 1, down is 0.")] = None,
+    tenant: Annotated[str, typer.Option(help="The tenant; a key that is bound to one needs no other.")] = "",
+    as_json: Json = False,
+    server: Server = DEFAULT_SERVER,
+    key: Key = None,
+) -> None:
+    """Say how good an earlier answer was."""
+    if (score is None) == (thumb is None):
+        raise usage_error("give either --score or --thumb")
+    from manylora.cli import generation
+
+    given = score if score is not None else float(thumb is Thumb.UP)
+    run(generation.feedback(connect(server, key), request_id, given, tenant=tenant, as_json=as_json), as_json=as_json)
 
 
 @app.command()

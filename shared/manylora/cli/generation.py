@@ -135,3 +135,13 @@ def _tell_textless(choice: Choice) -> None:
         say("(token ids: this cluster's routers have no tokenizer, or the tokens are no text)")
     elif not choice.text:
         say("(the model ended at once)")
+
+
+async def feedback(target: Target, request_id: str, score: float, *, tenant: str, as_json: bool) -> None:
+    async with target.client(tenant=tenant) as client:
+        given = await client.feedback(request_id, score)
+    if as_json:
+        print_json(given)
+        return
+    counted = "counts" if given.counted else "does not count: an earlier score of this answer stands"
+    write(f"{score:g} for {given.adapter or 'the base model'} {counted}\n")

@@ -21,6 +21,7 @@ from manylora.client import (
     PinStatus,
     QuarantineStatus,
     QuotaStatus,
+    RolloutStatus,
     RouterStatus,
     SloStatus,
     TenantAdapters,
@@ -100,6 +101,19 @@ def _print(status: ClusterStatus) -> None:
     _table(_SLOS, status.slos)
     _table(_CIRCUITS, status.circuits)
     _table(_QUARANTINES, status.quarantines)
+    _table(_ROLLOUTS, status.rollouts)
+
+
+def _step_requests(status: RolloutStatus) -> str:
+    auto, progress = status.rollout.auto, status.rollout.progress
+    if auto is None or progress is None:
+        return "-"
+    return f"{min(progress.canary_requests, progress.stable_requests)} of {auto.min_requests}"
+
+
+def _evidence(status: RolloutStatus) -> str:
+    progress = status.rollout.progress
+    return f"{_number(progress.evidence)} of {progress.limit:g}" if progress is not None else "-"
 
 
 def _pins_met(tenant: TenantAdapters) -> str:
@@ -247,6 +261,14 @@ _CIRCUITS: Columns[CircuitStatus] = (
     ("router", lambda c: c.router_id or "-"),
     ("state", lambda c: "half-open" if c.half_open else "open"),
     ("try again in", lambda c: f"{c.retry_after_s:.1f} s"),
+)
+_ROLLOUTS: Columns[RolloutStatus] = (
+    ("tenant", lambda r: r.tenant_id),
+    ("rollout", lambda r: f"{r.name}@{r.rollout.to} beside {r.in_force}"),
+    ("share", lambda r: f"{r.rollout.percent} % by {r.rollout.sticky}"),
+    ("steps", lambda r: " > ".join(map(str, r.rollout.auto.steps)) if r.rollout.auto is not None else "by hand"),
+    ("requests in this step", _step_requests),
+    ("evidence against it", _evidence),
 )
 _QUARANTINES: Columns[QuarantineStatus] = (
     ("tenant", lambda q: q.tenant_id),

@@ -20,7 +20,9 @@ async def change(
         return
     rollout = line.rollout
     share = f", version {rollout.to} gets {rollout.percent} % by {rollout.sticky}" if rollout is not None else ""
-    write(f"{name}: version {line.in_force} is in force{share}\n")
+    steps = " > ".join(map(str, rollout.auto.steps)) if rollout is not None and rollout.auto is not None else ""
+    by_itself = f", and by itself {steps} > 100 %" if steps else ""
+    write(f"{name}: version {line.in_force} is in force{share}{by_itself}\n")
 
 
 async def history(target: Target, tenant: str, name: str, *, as_json: bool) -> None:
@@ -44,7 +46,17 @@ async def history(target: Target, tenant: str, name: str, *, as_json: bool) -> N
     for event in line.events:
         before = f", before it {event.before}" if event.before else ""
         percent = f" to {event.percent} %" if event.change == "rollout" else ""
-        write(f"{_time(event.at_unix_s)} {event.change} {event.number}{percent}{before}\n")
+        why = f": {event.why}" if event.why else ""
+        write(f"{_time(event.at_unix_s)} {event.change} {event.number}{percent}{before}{why}\n")
+    progress = line.rollout.progress if line.rollout is not None else None
+    if progress is not None:
+        write(f"evidence against the version {progress.evidence:.3g} of {progress.limit:g}; in this step ")
+        write(f"{progress.canary_requests} of its requests and {progress.stable_requests} others\n")
+        for each in progress.findings:
+            shares = (
+                f"{each.canary_share:.1%} of {each.canary_outcomes}, {each.stable_share:.1%} of {each.stable_outcomes}"
+            )
+            write(f"  {each.name}: {shares} (evidence {each.evidence:.3g})\n")
 
 
 def _state(line: AdapterLine, number: int, retired_unix_s: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from manylora_shared.transport.base import methods_of
 
 from manylora.client.caller import DEFAULT_TIMEOUT_S, Caller
-from manylora.client.cluster import AdapterLine
+from manylora.client.cluster import AdapterLine, AutoRollout
 from manylora.client.messages import line_from
 from manylora.v1 import admin_pb2
 
@@ -22,12 +22,22 @@ class AdapterLines:
         name: str,
         *,
         to: int,
-        percent: int,
+        percent: int = 0,
         sticky: str = "",
+        auto: AutoRollout | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> AdapterLine:
-        """sticky: request, conversation or user; empty: request."""
+        """
+        Args:
+            sticky: request, conversation or user; empty: request.
+            auto: the share then grows by itself, to a promotion or a rollback, and percent is not read.
+        """
         request = admin_pb2.RolloutAdapterRequest(tenant_id=tenant_id, name=name, to=to, percent=percent, sticky=sticky)
+        if auto is not None:
+            plan = admin_pb2.AutoRollout(
+                steps=auto.steps, min_requests=auto.min_requests, step_limit_s=auto.step_limit_s
+            )
+            request.auto.CopyFrom(plan)
         return line_from((await self._caller.call(_ADMIN["RolloutAdapter"], request, timeout_s=timeout_s)).line)
 
     async def promote(

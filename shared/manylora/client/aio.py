@@ -31,6 +31,7 @@ from manylora.client.caller import DEFAULT_TIMEOUT_S, Caller, deadline_of, left_
 from manylora.client.cluster import (
     AdapterInfo,
     ClusterStatus,
+    GivenFeedback,
     LiftedQuarantine,
     Models,
     PolicyChange,
@@ -404,6 +405,15 @@ class Client:
         return models_from(
             await self._caller.call(_INFERENCE["ListModels"], request, timeout_s=timeout_s, metadata=metadata)
         )
+
+    async def feedback(
+        self, request_id: str, score: float, *, tenant: str = "", timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> GivenFeedback:
+        """How good an answer was, from 0 to 1. Fails with NOT_FOUND where no router remembers the request."""
+        request = inference_pb2.GiveFeedbackRequest(request_id=request_id, score=score)
+        metadata = _metadata(tenant=tenant or self._tenant)
+        answer = await self._caller.call(_INFERENCE["GiveFeedback"], request, timeout_s=timeout_s, metadata=metadata)
+        return GivenFeedback(answer.adapter, answer.counted)
 
     async def status(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> ClusterStatus:
         return status_from(

@@ -62,10 +62,42 @@ class AdapterInfo:
 
 
 @dataclass(frozen=True)
+class AutoRollout:
+    """A rollout that judges itself, step by step; empty or 0: the server's defaults."""
+
+    steps: tuple[int, ...] = ()  # percent, growing; after the last comes the promotion
+    min_requests: int = 0  # of each version in each step
+    step_limit_s: float = 0.0  # a step that has not had as many by then is rolled back
+
+
+@dataclass(frozen=True)
+class RolloutFinding:
+    """What speaks against the version. Shares are of the outcomes."""
+
+    name: str
+    canary_share: float
+    canary_outcomes: int
+    stable_share: float
+    stable_outcomes: int
+    evidence: float
+
+
+@dataclass(frozen=True)
+class RolloutProgress:
+    canary_requests: int  # in this step
+    stable_requests: int
+    evidence: float  # at `limit` it is rolled back
+    limit: float
+    findings: tuple[RolloutFinding, ...]
+
+
+@dataclass(frozen=True)
 class AdapterRollout:
     to: int
     percent: int
     sticky: str
+    auto: AutoRollout | None = None
+    progress: RolloutProgress | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +107,7 @@ class AdapterEvent:
     number: int
     before: int
     percent: int
+    why: str = ""  # of a rollout that judges itself
 
 
 @dataclass(frozen=True)
@@ -85,6 +118,12 @@ class AdapterLine:
     in_force: int
     rollout: AdapterRollout | None
     events: tuple[AdapterEvent, ...]
+
+
+@dataclass(frozen=True)
+class GivenFeedback:
+    adapter: str  # NAME@VERSION that had answered; empty: the base model
+    counted: bool  # False: an earlier score stands, for this one came more than five seconds later
 
 
 @dataclass(frozen=True)
@@ -299,6 +338,14 @@ class LiftedQuarantine:
 
 
 @dataclass(frozen=True)
+class RolloutStatus:
+    tenant_id: str
+    name: str
+    in_force: int
+    rollout: AdapterRollout
+
+
+@dataclass(frozen=True)
 class ClusterStatus:
     base_model: str
     scheduler: SchedulerStatus
@@ -310,4 +357,5 @@ class ClusterStatus:
     circuits: tuple[CircuitStatus, ...]
     quarantined_prompts: int
     quarantines: tuple[QuarantineStatus, ...]
+    rollouts: tuple[RolloutStatus, ...] = ()
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # as in Models

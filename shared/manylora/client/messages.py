@@ -27,6 +27,7 @@ from manylora.client.cluster import (
     AdapterInfo,
     AdapterLine,
     AdapterRollout,
+    AutoRollout,
     CircuitStatus,
     ClassOverload,
     ClusterStatus,
@@ -41,6 +42,9 @@ from manylora.client.cluster import (
     PolicyChange,
     QuarantineStatus,
     QuotaStatus,
+    RolloutFinding,
+    RolloutProgress,
+    RolloutStatus,
     RouterStatus,
     SchedulerStatus,
     SloStatus,
@@ -66,8 +70,19 @@ def line_from(message: admin_pb2.AdapterLine) -> AdapterLine:
     return AdapterLine(
         versions=tuple(adapter_from(each) for each in message.versions),
         in_force=message.in_force,
-        rollout=_scalars(AdapterRollout, message.rollout) if message.HasField("rollout") else None,
+        rollout=_rollout_from(message.rollout) if message.HasField("rollout") else None,
         events=tuple(_scalars(AdapterEvent, each) for each in message.events),
+    )
+
+
+def _rollout_from(message: admin_pb2.AdapterRollout) -> AdapterRollout:
+    progress = message.progress
+    findings = tuple(_scalars(RolloutFinding, each) for each in progress.findings)
+    return _scalars(
+        AdapterRollout,
+        message,
+        auto=_scalars(AutoRollout, message.auto, steps=tuple(message.auto.steps)) if message.HasField("auto") else None,
+        progress=_scalars(RolloutProgress, progress, findings=findings) if message.HasField("progress") else None,
     )
 
 
@@ -121,6 +136,7 @@ def status_from(message: admin_pb2.GetStatusResponse) -> ClusterStatus:
         slos=tuple(_slo_from(s) for s in message.slos),
         circuits=tuple(_scalars(CircuitStatus, c) for c in message.circuits),
         quarantines=tuple(_scalars(QuarantineStatus, q) for q in message.quarantines),
+        rollouts=tuple(_scalars(RolloutStatus, r, rollout=_rollout_from(r.rollout)) for r in message.rollouts),
         sampling_defaults=_sampling_defaults(message.sampling_defaults),
     )
 

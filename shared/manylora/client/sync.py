@@ -23,7 +23,9 @@ from manylora.client.caller import DEFAULT_TIMEOUT_S, closed
 from manylora.client.cluster import (
     AdapterInfo,
     AdapterLine,
+    AutoRollout,
     ClusterStatus,
+    GivenFeedback,
     KeyInfo,
     LiftedQuarantine,
     Models,
@@ -209,8 +211,18 @@ class SyncAdapters:
 
         return self._thread.run(all_read())
 
-    def rollout(self, tenant_id: str, name: str, *, to: int, percent: int, sticky: str = "") -> AdapterLine:
-        return self._thread.run(self._adapters.rollout(tenant_id, name, to=to, percent=percent, sticky=sticky))
+    def rollout(
+        self,
+        tenant_id: str,
+        name: str,
+        *,
+        to: int,
+        percent: int = 0,
+        sticky: str = "",
+        auto: AutoRollout | None = None,
+    ) -> AdapterLine:
+        work = self._adapters.rollout(tenant_id, name, to=to, percent=percent, sticky=sticky, auto=auto)
+        return self._thread.run(work)
 
     def promote(self, tenant_id: str, name: str, *, to: int = 0) -> AdapterLine:
         return self._thread.run(self._adapters.promote(tenant_id, name, to=to))
@@ -256,6 +268,11 @@ class SyncClient:
 
     def list_models(self, *, tenant: str = "", timeout_s: float = DEFAULT_TIMEOUT_S) -> Models:
         return self._thread.run(self._client.list_models(tenant=tenant, timeout_s=timeout_s))
+
+    def feedback(
+        self, request_id: str, score: float, *, tenant: str = "", timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> GivenFeedback:
+        return self._thread.run(self._client.feedback(request_id, score, tenant=tenant, timeout_s=timeout_s))
 
     def status(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> ClusterStatus:
         return self._thread.run(self._client.status(timeout_s=timeout_s))

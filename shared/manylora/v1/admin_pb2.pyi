@@ -272,18 +272,30 @@ class AdapterInfo(_message.Message):
     def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., max_lora_rank: _Optional[int] = ..., size_bytes: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., created_unix_s: _Optional[float] = ..., number: _Optional[int] = ..., retired_unix_s: _Optional[float] = ...) -> None: ...
 
 class RolloutAdapterRequest(_message.Message):
-    __slots__ = ("tenant_id", "name", "to", "percent", "sticky")
+    __slots__ = ("tenant_id", "name", "to", "percent", "sticky", "auto")
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     TO_FIELD_NUMBER: _ClassVar[int]
     PERCENT_FIELD_NUMBER: _ClassVar[int]
     STICKY_FIELD_NUMBER: _ClassVar[int]
+    AUTO_FIELD_NUMBER: _ClassVar[int]
     tenant_id: str
     name: str
     to: int
     percent: int
     sticky: str
-    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., to: _Optional[int] = ..., percent: _Optional[int] = ..., sticky: _Optional[str] = ...) -> None: ...
+    auto: AutoRollout
+    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., to: _Optional[int] = ..., percent: _Optional[int] = ..., sticky: _Optional[str] = ..., auto: _Optional[_Union[AutoRollout, _Mapping]] = ...) -> None: ...
+
+class AutoRollout(_message.Message):
+    __slots__ = ("steps", "min_requests", "step_limit_s")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    MIN_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    STEP_LIMIT_S_FIELD_NUMBER: _ClassVar[int]
+    steps: _containers.RepeatedScalarFieldContainer[int]
+    min_requests: int
+    step_limit_s: float
+    def __init__(self, steps: _Optional[_Iterable[int]] = ..., min_requests: _Optional[int] = ..., step_limit_s: _Optional[float] = ...) -> None: ...
 
 class RolloutAdapterResponse(_message.Message):
     __slots__ = ("line",)
@@ -364,28 +376,64 @@ class AdapterLine(_message.Message):
     def __init__(self, versions: _Optional[_Iterable[_Union[AdapterInfo, _Mapping]]] = ..., in_force: _Optional[int] = ..., rollout: _Optional[_Union[AdapterRollout, _Mapping]] = ..., events: _Optional[_Iterable[_Union[AdapterEvent, _Mapping]]] = ...) -> None: ...
 
 class AdapterRollout(_message.Message):
-    __slots__ = ("to", "percent", "sticky")
+    __slots__ = ("to", "percent", "sticky", "auto", "progress")
     TO_FIELD_NUMBER: _ClassVar[int]
     PERCENT_FIELD_NUMBER: _ClassVar[int]
     STICKY_FIELD_NUMBER: _ClassVar[int]
+    AUTO_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     to: int
     percent: int
     sticky: str
-    def __init__(self, to: _Optional[int] = ..., percent: _Optional[int] = ..., sticky: _Optional[str] = ...) -> None: ...
+    auto: AutoRollout
+    progress: RolloutProgress
+    def __init__(self, to: _Optional[int] = ..., percent: _Optional[int] = ..., sticky: _Optional[str] = ..., auto: _Optional[_Union[AutoRollout, _Mapping]] = ..., progress: _Optional[_Union[RolloutProgress, _Mapping]] = ...) -> None: ...
+
+class RolloutProgress(_message.Message):
+    __slots__ = ("canary_requests", "stable_requests", "evidence", "limit", "findings")
+    CANARY_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    STABLE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    FINDINGS_FIELD_NUMBER: _ClassVar[int]
+    canary_requests: int
+    stable_requests: int
+    evidence: float
+    limit: float
+    findings: _containers.RepeatedCompositeFieldContainer[RolloutFinding]
+    def __init__(self, canary_requests: _Optional[int] = ..., stable_requests: _Optional[int] = ..., evidence: _Optional[float] = ..., limit: _Optional[float] = ..., findings: _Optional[_Iterable[_Union[RolloutFinding, _Mapping]]] = ...) -> None: ...
+
+class RolloutFinding(_message.Message):
+    __slots__ = ("name", "canary_share", "canary_outcomes", "stable_share", "stable_outcomes", "evidence")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CANARY_SHARE_FIELD_NUMBER: _ClassVar[int]
+    CANARY_OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    STABLE_SHARE_FIELD_NUMBER: _ClassVar[int]
+    STABLE_OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    canary_share: float
+    canary_outcomes: int
+    stable_share: float
+    stable_outcomes: int
+    evidence: float
+    def __init__(self, name: _Optional[str] = ..., canary_share: _Optional[float] = ..., canary_outcomes: _Optional[int] = ..., stable_share: _Optional[float] = ..., stable_outcomes: _Optional[int] = ..., evidence: _Optional[float] = ...) -> None: ...
 
 class AdapterEvent(_message.Message):
-    __slots__ = ("at_unix_s", "change", "number", "before", "percent")
+    __slots__ = ("at_unix_s", "change", "number", "before", "percent", "why")
     AT_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     CHANGE_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     BEFORE_FIELD_NUMBER: _ClassVar[int]
     PERCENT_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
     at_unix_s: float
     change: str
     number: int
     before: int
     percent: int
-    def __init__(self, at_unix_s: _Optional[float] = ..., change: _Optional[str] = ..., number: _Optional[int] = ..., before: _Optional[int] = ..., percent: _Optional[int] = ...) -> None: ...
+    why: str
+    def __init__(self, at_unix_s: _Optional[float] = ..., change: _Optional[str] = ..., number: _Optional[int] = ..., before: _Optional[int] = ..., percent: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
 
 class LiftQuarantineRequest(_message.Message):
     __slots__ = ("tenant_id", "local_only")
@@ -422,7 +470,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self, local_only: _Optional[bool] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("base_model", "scheduler", "workers", "routers", "tenants", "adapters", "slos", "slo_counts", "circuits", "quarantined_prompts", "sampling_defaults", "quarantines")
+    __slots__ = ("base_model", "scheduler", "workers", "routers", "tenants", "adapters", "slos", "slo_counts", "circuits", "quarantined_prompts", "sampling_defaults", "quarantines", "rollouts")
     BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -435,6 +483,7 @@ class GetStatusResponse(_message.Message):
     QUARANTINED_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINES_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
     base_model: str
     scheduler: SchedulerStatus
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
@@ -447,7 +496,20 @@ class GetStatusResponse(_message.Message):
     quarantined_prompts: int
     sampling_defaults: _common_pb2.SamplingParams
     quarantines: _containers.RepeatedCompositeFieldContainer[QuarantineStatus]
-    def __init__(self, base_model: _Optional[str] = ..., scheduler: _Optional[_Union[SchedulerStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., routers: _Optional[_Iterable[_Union[RouterStatus, _Mapping]]] = ..., tenants: _Optional[int] = ..., adapters: _Optional[int] = ..., slos: _Optional[_Iterable[_Union[SloStatus, _Mapping]]] = ..., slo_counts: _Optional[_Iterable[_Union[SloCounts, _Mapping]]] = ..., circuits: _Optional[_Iterable[_Union[CircuitStatus, _Mapping]]] = ..., quarantined_prompts: _Optional[int] = ..., sampling_defaults: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., quarantines: _Optional[_Iterable[_Union[QuarantineStatus, _Mapping]]] = ...) -> None: ...
+    rollouts: _containers.RepeatedCompositeFieldContainer[RolloutStatus]
+    def __init__(self, base_model: _Optional[str] = ..., scheduler: _Optional[_Union[SchedulerStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., routers: _Optional[_Iterable[_Union[RouterStatus, _Mapping]]] = ..., tenants: _Optional[int] = ..., adapters: _Optional[int] = ..., slos: _Optional[_Iterable[_Union[SloStatus, _Mapping]]] = ..., slo_counts: _Optional[_Iterable[_Union[SloCounts, _Mapping]]] = ..., circuits: _Optional[_Iterable[_Union[CircuitStatus, _Mapping]]] = ..., quarantined_prompts: _Optional[int] = ..., sampling_defaults: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., quarantines: _Optional[_Iterable[_Union[QuarantineStatus, _Mapping]]] = ..., rollouts: _Optional[_Iterable[_Union[RolloutStatus, _Mapping]]] = ...) -> None: ...
+
+class RolloutStatus(_message.Message):
+    __slots__ = ("tenant_id", "name", "in_force", "rollout")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    IN_FORCE_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUT_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    name: str
+    in_force: int
+    rollout: AdapterRollout
+    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., in_force: _Optional[int] = ..., rollout: _Optional[_Union[AdapterRollout, _Mapping]] = ...) -> None: ...
 
 class QuarantineStatus(_message.Message):
     __slots__ = ("tenant_id", "router_id", "prompts", "longest_s")

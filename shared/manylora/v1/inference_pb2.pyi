@@ -8,6 +8,24 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class GiveFeedbackRequest(_message.Message):
+    __slots__ = ("request_id", "score", "local_only")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_ONLY_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    score: float
+    local_only: bool
+    def __init__(self, request_id: _Optional[str] = ..., score: _Optional[float] = ..., local_only: _Optional[bool] = ...) -> None: ...
+
+class GiveFeedbackResponse(_message.Message):
+    __slots__ = ("adapter", "counted")
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    COUNTED_FIELD_NUMBER: _ClassVar[int]
+    adapter: str
+    counted: bool
+    def __init__(self, adapter: _Optional[str] = ..., counted: _Optional[bool] = ...) -> None: ...
+
 class GenerateRequest(_message.Message):
     __slots__ = ("text", "token_ids", "chat", "max_tokens", "sampling", "stop", "stop_token_ids", "ignore_eos", "n", "constraint")
     TEXT_FIELD_NUMBER: _ClassVar[int]

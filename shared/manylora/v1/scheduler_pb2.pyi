@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ScheduleRequest(_message.Message):
-    __slots__ = ("hello", "enqueue", "withdraw", "grant_closed", "lease_wanted", "settled", "refused", "more")
+    __slots__ = ("hello", "enqueue", "withdraw", "grant_closed", "lease_wanted", "settled", "refused", "trial_counts", "more")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ENQUEUE_FIELD_NUMBER: _ClassVar[int]
     WITHDRAW_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class ScheduleRequest(_message.Message):
     LEASE_WANTED_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    TRIAL_COUNTS_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     enqueue: Enqueue
@@ -25,8 +26,9 @@ class ScheduleRequest(_message.Message):
     lease_wanted: LeaseWanted
     settled: Settled
     refused: Refused
+    trial_counts: TrialCounts
     more: _containers.RepeatedCompositeFieldContainer[ScheduleRequest]
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., enqueue: _Optional[_Union[Enqueue, _Mapping]] = ..., withdraw: _Optional[_Union[Withdraw, _Mapping]] = ..., grant_closed: _Optional[_Union[GrantClosed, _Mapping]] = ..., lease_wanted: _Optional[_Union[LeaseWanted, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., more: _Optional[_Iterable[_Union[ScheduleRequest, _Mapping]]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., enqueue: _Optional[_Union[Enqueue, _Mapping]] = ..., withdraw: _Optional[_Union[Withdraw, _Mapping]] = ..., grant_closed: _Optional[_Union[GrantClosed, _Mapping]] = ..., lease_wanted: _Optional[_Union[LeaseWanted, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., trial_counts: _Optional[_Union[TrialCounts, _Mapping]] = ..., more: _Optional[_Iterable[_Union[ScheduleRequest, _Mapping]]] = ...) -> None: ...
 
 class RouterHello(_message.Message):
     __slots__ = ("router_id", "leases")
@@ -79,6 +81,66 @@ class FlowRefusals(_message.Message):
     qos_class: _common_pb2.QosClass
     requests: int
     def __init__(self, tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., requests: _Optional[int] = ...) -> None: ...
+
+class TrialCounts(_message.Message):
+    __slots__ = ("tenant_id", "name", "trial", "canary", "stable")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TRIAL_FIELD_NUMBER: _ClassVar[int]
+    CANARY_FIELD_NUMBER: _ClassVar[int]
+    STABLE_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    name: str
+    trial: str
+    canary: VersionCounts
+    stable: VersionCounts
+    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., trial: _Optional[str] = ..., canary: _Optional[_Union[VersionCounts, _Mapping]] = ..., stable: _Optional[_Union[VersionCounts, _Mapping]] = ...) -> None: ...
+
+class VersionCounts(_message.Message):
+    __slots__ = ("completed", "failed", "cut", "cold", "warm", "token", "scores")
+    class ColdEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    class WarmEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    class TokenEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    class ScoresEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    COLD_FIELD_NUMBER: _ClassVar[int]
+    WARM_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    completed: int
+    failed: int
+    cut: int
+    cold: _containers.ScalarMap[int, int]
+    warm: _containers.ScalarMap[int, int]
+    token: _containers.ScalarMap[int, int]
+    scores: _containers.ScalarMap[int, int]
+    def __init__(self, completed: _Optional[int] = ..., failed: _Optional[int] = ..., cut: _Optional[int] = ..., cold: _Optional[_Mapping[int, int]] = ..., warm: _Optional[_Mapping[int, int]] = ..., token: _Optional[_Mapping[int, int]] = ..., scores: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class Enqueue(_message.Message):
     __slots__ = ("request_id", "tenant_id", "qos_class", "priority", "adapter_uid", "prompt_tokens", "max_new_tokens", "sequences", "timeout_s", "traceparent", "adapter_id", "resumed")

@@ -15,6 +15,7 @@ LABELS: Mapping[str, str] = {
     Attribute.TENANT_ID: "tenant",
     Attribute.QOS_CLASS: "class",
     Attribute.ADAPTER_ID: "adapter",
+    Attribute.ADAPTER_NUMBER: "version",
     Attribute.OUTCOME: "outcome",
     Attribute.REASON: "reason",
     Attribute.TIER: "tier",
@@ -65,6 +66,7 @@ class Metric:
 
 _FLOW = (Attribute.TENANT_ID, Attribute.QOS_CLASS)
 _TENANT = (Attribute.TENANT_ID,)
+_VERSION = (Attribute.TENANT_ID, Attribute.ADAPTER_ID, Attribute.ADAPTER_NUMBER)
 _VLLM = (Attribute.ENGINE, Attribute.MODEL)
 _GENAI = (Attribute.GENAI_OPERATION, Attribute.MODEL)
 
@@ -161,6 +163,40 @@ class Metrics:
     CIRCUITS = _from_otlp("manylora.circuits", "gauge", "router", "Circuits that refuse", (Attribute.KIND,))
     QUARANTINED_PROMPTS = _from_otlp("manylora.quarantined_prompts", "gauge", "router", "Prompts that are not run")
 
+    ROLLOUT_REQUESTS = Metric(
+        "rollout_requests",
+        "counter",
+        "router",
+        "Requests of versions in a rollout that completed, or failed by the version's fault",
+        (*_VERSION, Attribute.OUTCOME),
+    )
+    ROLLOUT_TTFT = Metric(
+        "rollout_ttft_seconds",
+        "histogram",
+        "router",
+        "To the first token, without the adapter's load, of versions in a rollout",
+        _VERSION,
+        "s",
+        _SECONDS,
+    )
+    ROLLOUT_TPOT = Metric(
+        "rollout_time_per_output_token_seconds",
+        "histogram",
+        "router",
+        "For each token after the first, of versions in a rollout",
+        _VERSION,
+        "s",
+        _TOKEN_SECONDS,
+    )
+    FEEDBACK = Metric(
+        "feedback_score",
+        "histogram",
+        "router",
+        "Callers' scores; of versions in a rollout by version",
+        _VERSION,
+        buckets=(0, 0.25, 0.5, 0.75, 1),
+    )
+
     CERTIFICATE_EXPIRY = Metric(
         "certificate_expiry_timestamp_seconds",
         "gauge",
@@ -188,6 +224,13 @@ class Metrics:
         "manylora.adapter_evictions", "counter", "scheduler", "Adapters that left a device", (Attribute.KIND,)
     )
     UNMET_PINS = _from_otlp("manylora.unmet_pins", "gauge", "scheduler", "Pins whose adapter is not on its device")
+    ROLLOUT_DECISIONS = _from_otlp(
+        "manylora.rollout.decisions",
+        "counter",
+        "scheduler",
+        "What rollouts that judge themselves decided: step, promote or rollback, and by what",
+        (Attribute.KIND, Attribute.REASON),
+    )
     CONNECTED_WORKERS = Metric(
         "scheduler_connected_workers",
         "gauge",

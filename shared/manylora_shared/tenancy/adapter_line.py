@@ -9,6 +9,8 @@ import hashlib
 from dataclasses import dataclass, replace
 from typing import Self
 
+from manylora_shared.tenancy.trial import Decision, Plan, Progress, Verdict, begun
+
 MAX_VERSIONS = 32  # of a name that can be asked for
 MAX_RETIRED = 32  # that are still told of
 MAX_EVENTS = 64
@@ -55,6 +57,17 @@ class Rollout:
     percent: int  # of the requests that name no version
     sticky: str  # a Sticky
     salt: str  # other shares of users in each rollout; stays while it goes on
+    plans: tuple[Plan, ...] = ()  # one of a rollout that judges itself
+    progress: tuple[Progress, ...] = ()
+
+    @property
+    def plan(self) -> Plan | None:
+        return self.plans[0] if self.plans else None
+
+    @property
+    def trial(self) -> str:
+        """What its requests are counted under."""
+        return self.plan.trial if self.plan is not None else self.salt
 
     def __post_init__(self) -> None:
         if self.sticky not in tuple(Sticky) or not 0 <= self.percent <= 100:
@@ -73,6 +86,7 @@ class LineEvent:
     number: int  # the version that it is about: after a promotion or rollback the one in force
     before: int = 0  # that was in force before; 0: the same
     percent: int = 0
+    why: str = ""  # of a rollout that judges itself
 
 
 @dataclass(frozen=True)
@@ -131,8 +145,14 @@ class Line:
         new = replace(version, number=self.versions[-1].number + 1)
         return self._told(LineEvent(now_unix_s, Change.ADD, new.number), others=(*self.others, new)), new
 
-    def roll_out(self, to: int, percent: int, sticky: str, salt: str, now_unix_s: float) -> Self:
-        """`salt`: of a rollout that is new."""
+    def roll_out(
+        self, to: int, percent: int, sticky: str, salt: str, now_unix_s: float, plan: Plan | None = None
+    ) -> Self:
+        """`salt`: of a rollout that is new. With a plan its first step is the share."""
+        if plan is not None:
+            if plan.problem:
+                raise LineProblem("auto", plan.problem)
+            percent = plan.steps[0]
         self._served(to)
         if to == self.in_force.number:
             raise LineProblem("to", f"version {to} is in force already")
@@ -144,7 +164,27 @@ class Line:
         if before is not None and (before.to, before.sticky) == (to, sticky):
             salt = before.salt
         event = LineEvent(now_unix_s, Change.ROLLOUT, to, percent=percent)
-        return self._told(event, rollouts=(Rollout(to, percent, sticky, salt),))
+        plans = (begun(plan, now_unix_s),) if plan is not None else ()
+        return self._told(event, rollouts=(Rollout(to, percent, sticky, salt, plans),))
+
+    def judged(self, verdict: Verdict, now_unix_s: float) -> Self:
+        """What a rollout's trial has found, carried out."""
+        rollout = self.rollout
+        assert rollout is not None
+        assert rollout.plan is not None
+        match verdict.decision:
+            case Decision.ROLLBACK:
+                after = self.roll_back(now_unix_s)
+            case Decision.PROMOTE:
+                after = self.promote(rollout.to, now_unix_s)
+            case Decision.STEP:
+                plans = (begun(rollout.plan, now_unix_s),)
+                event = LineEvent(now_unix_s, Change.ROLLOUT, rollout.to, percent=verdict.percent)
+                after = self._told(event, rollouts=(replace(rollout, percent=verdict.percent, plans=plans),))
+        return replace(after, events=(*after.events[:-1], replace(after.events[-1], why=verdict.why)))
+
+    def progressed(self, progress: Progress) -> Self:
+        return replace(self, rollouts=tuple(replace(each, progress=(progress,)) for each in self.rollouts))
 
     def promote(self, to: int, now_unix_s: float) -> Self:
         """Puts a version in force for all, and ends a rollout. 0: the rollout's, or else the newest."""

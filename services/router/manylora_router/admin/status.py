@@ -17,6 +17,7 @@ from manylora_shared.transport.base import Transport
 from manylora_router.admin.service_levels import ServiceLevels
 from manylora_router.links.directory import Directory, Model
 from manylora_router.links.scheduler_client import GET_STATUS
+from manylora_router.links.wire import rollout_status
 
 _LOG = logging.getLogger(__name__)
 _STATUS_TIMEOUT_S = 2.0
@@ -106,7 +107,13 @@ class ClusterStatus:
             circuits=levels.circuits,
             quarantined_prompts=levels.quarantined_prompts,
             quarantines=levels.quarantines,
+            rollouts=self._rollouts(""),
         )
+
+    def _rollouts(self, tenant_id: str) -> list[admin_pb2.RolloutStatus]:
+        """Empty: of all tenants."""
+        found = [each for _, each in sorted(self._directory.rollouts.items()) if tenant_id in ("", each.tenant_id)]
+        return [rollout_status(each) for each in found]
 
     def _of_tenant(
         self,
@@ -141,6 +148,7 @@ class ClusterStatus:
             circuits=[circuit for circuit in levels.circuits if circuit.tenant_id == tenant_id],
             quarantined_prompts=levels.quarantined_prompts,
             quarantines=[each for each in levels.quarantines if each.tenant_id == tenant_id],
+            rollouts=self._rollouts(tenant_id),
         )
 
     async def _scheduler_status(self) -> scheduler_pb2.GetSchedulerStatusResponse:

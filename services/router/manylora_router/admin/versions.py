@@ -19,6 +19,7 @@ from manylora_shared.process.clock import WallClock
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.adapter_line import Line, LineProblem, Sticky
 from manylora_shared.tenancy.identity import AUTHORIZATION_KEY, TENANT_SCOPES, Scope
+from manylora_shared.tenancy.trial import MIN_REQUESTS, STEP_LIMIT_S, STEPS, Plan
 from manylora_shared.transport.base import ServerCall
 
 from manylora_router.links.callers import Callers
@@ -96,9 +97,10 @@ class AdapterVersions:
     ) -> admin_pb2.RolloutAdapterResponse:
         salt = f"{self._rng.getrandbits(_SALT_BITS):016x}"
         sticky = request.sticky or Sticky.REQUEST
+        plan = _plan(request.auto, trial=salt) if request.HasField("auto") else None
 
         def change(line: Line, now: float) -> Line:
-            return line.roll_out(request.to, request.percent, sticky, salt, now)
+            return line.roll_out(request.to, request.percent, sticky, salt, now, plan)
 
         return admin_pb2.RolloutAdapterResponse(line=await self._change(request.tenant_id, request.name, call, change))
 
@@ -169,6 +171,10 @@ class AdapterVersions:
         if stored is None:
             raise NotFound(f"name: adapter {name[:80]!r} is not known to this tenant")
         return stored
+
+
+def _plan(auto: admin_pb2.AutoRollout, *, trial: str) -> Plan:
+    return Plan(tuple(auto.steps) or STEPS, auto.min_requests or MIN_REQUESTS, auto.step_limit_s or STEP_LIMIT_S, trial)
 
 
 def _read(stored: KeyValue) -> AdapterRecord:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -25,6 +25,7 @@ from manylora_shared.sampling import Sampling
 from manylora_shared.tenancy.identity import AUTHORIZATION_KEY, Principal
 from manylora_shared.transport.base import Gate, ServerCall, Service
 
+from manylora_router.front.feedback import FeedbackDesk
 from manylora_router.front.generation import generate
 from manylora_router.front.intake import Intake
 from manylora_router.guard import admission
@@ -43,13 +44,25 @@ from manylora_router.request.frames import ChoiceEnd, Degraded, Finished, Frame
 
 
 class InferenceServicer:
-    def __init__(self, intake: Intake, calls: Calls) -> None:
+    def __init__(self, intake: Intake, calls: Calls, feedback: FeedbackDesk) -> None:
         self._intake = intake
         self._calls = calls
+        self._feedback = feedback
 
     def service(self, gate: Gate) -> Service:
         descriptor = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
-        return Service(descriptor, {"Generate": self.generate, "ListModels": self.list_models}, gate=gate)
+        handlers: dict[str, Callable[..., Any]] = {
+            "Generate": self.generate,
+            "ListModels": self.list_models,
+            "GiveFeedback": self.give_feedback,
+        }
+        return Service(descriptor, handlers, gate=gate)
+
+    async def give_feedback(
+        self, request: inference_pb2.GiveFeedbackRequest, call: ServerCall
+    ) -> inference_pb2.GiveFeedbackResponse:
+        plain = read_request(inference_pb2.GenerateRequest(), call.metadata, None)
+        return await self._feedback.give(self._intake.tenant_of(plain), request, call.metadata)
 
     async def list_models(
         self, request: inference_pb2.ListModelsRequest, call: ServerCall

@@ -164,6 +164,7 @@ class Intake:
     async def admit(self, request: RequestInput, tenant: str, call: Call) -> tuple[Job, Permit]:
         """`tenant`: what `tenant_of` gave. Raises Rejected, or ServiceUnavailable while there is no model."""
         policy, adapter = self._admit_caller(tenant, request, call.request_id)
+        call.adapter = adapter
         self._check_overload(policy.tenant_id, request, call.request_id)
         if adapter is not None:
             call.span.set(Attribute.ADAPTER_VERSION, adapter.digest)

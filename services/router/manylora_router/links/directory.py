@@ -72,7 +72,8 @@ class Directory:
         self._kept_out: dict[str, tuple[WorkerRecord, str]] = {}
         self._changed = asyncio.Event()
         self._tenants = PolicyMirror(store, self._tenant_changed)
-        self._adapters = Mirror(store, keys.ADAPTERS, parse=_adapter, on_change=self._note)
+        self.rollouts: dict[str, AdapterRecord] = {}  # that stand, by `tenant/name`
+        self._adapters = Mirror(store, keys.ADAPTERS, parse=_adapter, on_change=self._adapter_changed)
         self._api_keys = Mirror(store, keys.API_KEYS, parse=KeyRecord.stored, on_change=self._note)
         self._workers = Mirror(store, keys.WORKERS, parse=WorkerRecord.stored, on_change=self._worker_changed)
         self._routers = Mirror(store, keys.ROUTERS, parse=RouterRecord.stored)
@@ -171,6 +172,12 @@ class Directory:
         entry = self._adapters.values.get(f"{tenant_id}/{name}")
         return entry.record.line if entry is not None else None
 
+    @property
+    def trials(self) -> list[tuple[TenantId, AdapterName, str]]:
+        """Of rollouts that judge themselves: tenant, name and trial."""
+        found = [(each.tenant_id, each.name, each.line.rollout) for each in self.rollouts.values()]
+        return [(TenantId(t), AdapterName(n), rollout.trial) for t, n, rollout in found if rollout and rollout.plan]
+
     def key_of(self, key_id: str) -> KeyRecord | None:
         return self._api_keys.values.get(key_id)
 
@@ -213,6 +220,12 @@ class Directory:
     def _tenant_changed(self, name: str, value: StoredPolicy | None) -> None:
         if value is None:
             self._policies.pop(name, None)
+        self._note(name, value)
+
+    def _adapter_changed(self, name: str, value: AdapterEntry | None) -> None:
+        self.rollouts.pop(name, None)
+        if value is not None and value.record.rollouts:
+            self.rollouts[name] = value.record
         self._note(name, value)
 
     def _leader_changed(self, name: str, value: SchedulerRecord | None) -> None:

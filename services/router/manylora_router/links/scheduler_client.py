@@ -47,7 +47,7 @@ _MAX_BACKOFF_S = 1.0
 _ENDS_S = 0.005  # ends are gathered for so long, unless something else is sent: room is free by the worker's word
 _REFUSED_S = 0.1  # refusals are gathered for so long
 _MAX_MESSAGES = 256  # sent at once
-_OF_A_STREAM = ("lease_wanted", "refused")  # not sent again on another
+_OF_A_STREAM = ("lease_wanted", "refused", "trial_counts")  # not sent again on another
 
 
 @dataclass(eq=False)
@@ -210,6 +210,12 @@ class SchedulerClient:
                 for (tenant_id, qos_class), requests in refused.items()
             ]
             self._outbox.append(scheduler_pb2.ScheduleRequest(refused=scheduler_pb2.Refused(flows=flows)))
+            self._line.wake.set()
+
+    def tell_trial(self, counts: scheduler_pb2.TrialCounts) -> None:
+        """Only while it is connected; what a stream loses is not told again."""
+        if self._line is not None:
+            self._outbox.append(scheduler_pb2.ScheduleRequest(trial_counts=counts))
             self._line.wake.set()
 
     def leader_changed(self) -> None:

@@ -10,10 +10,12 @@ from manylora.v1 import admin_pb2, scheduler_pb2
 from manylora_shared.coordination.records import AdapterRecord, KeyRecord
 from manylora_shared.errors import Code, ManyloraError, Overloaded, QuotaBreach, QuotaExceeded, QuotaExhausted, RpcError
 from manylora_shared.ids import TenantId
+from manylora_shared.tenancy.adapter_line import Rollout
 from manylora_shared.tenancy.overload import OverloadView, TenantView
 from manylora_shared.tenancy.policy import Slo
 from manylora_shared.tenancy.quota import QuotaLevel
 from manylora_shared.tenancy.slo import Flow, FlowCounts, quantile_ms
+from manylora_shared.tenancy.trial import LIMIT, VersionCounts
 from manylora_shared.wire import QOS_CLASSES, QOS_NUMBERS
 
 from manylora_router.guard.circuits import CircuitState
@@ -116,9 +118,50 @@ def adapter_line(record: AdapterRecord) -> admin_pb2.AdapterLine:
         info.retired_unix_s = version.retired_unix_s
         told.versions.append(info)
     if (rollout := line.rollout) is not None:
-        told.rollout.CopyFrom(admin_pb2.AdapterRollout(to=rollout.to, percent=rollout.percent, sticky=rollout.sticky))
+        told.rollout.CopyFrom(adapter_rollout(rollout))
     told.events.extend(admin_pb2.AdapterEvent(**dataclasses.asdict(event)) for event in line.events)
     return told
+
+
+def adapter_rollout(rollout: Rollout) -> admin_pb2.AdapterRollout:
+    told = admin_pb2.AdapterRollout(to=rollout.to, percent=rollout.percent, sticky=rollout.sticky)
+    if (plan := rollout.plan) is not None:
+        told.auto.steps.extend(plan.steps)
+        told.auto.min_requests, told.auto.step_limit_s = plan.min_requests, plan.step_limit_s
+        told.progress.limit = LIMIT
+    for progress in rollout.progress:
+        told.progress.canary_requests, told.progress.stable_requests = (
+            progress.canary_requests,
+            progress.stable_requests,
+        )
+        told.progress.evidence = progress.evidence
+        for each in progress.known:
+            canary, stable = each.evidence.means
+            told.progress.findings.add(
+                name=each.name,
+                canary_share=canary,
+                canary_outcomes=each.evidence.first_count,
+                stable_share=stable,
+                stable_outcomes=each.evidence.second_count,
+                evidence=each.evidence.value,
+            )
+    return told
+
+
+def rollout_status(record: AdapterRecord) -> admin_pb2.RolloutStatus:
+    """Of one that stands."""
+    told = admin_pb2.RolloutStatus(tenant_id=record.tenant_id, name=record.name, in_force=record.number)
+    if (rollout := record.line.rollout) is not None:
+        told.rollout.CopyFrom(adapter_rollout(rollout))
+    return told
+
+
+def trial_counts(
+    tenant_id: str, name: str, trial: str, counts: tuple[VersionCounts, VersionCounts]
+) -> scheduler_pb2.TrialCounts:
+    """Of canary and stable."""
+    canary, stable = (scheduler_pb2.VersionCounts(**dataclasses.asdict(each)) for each in counts)
+    return scheduler_pb2.TrialCounts(tenant_id=tenant_id, name=name, trial=trial, canary=canary, stable=stable)
 
 
 def key_info(record: KeyRecord) -> admin_pb2.KeyInfo:

@@ -14,17 +14,19 @@ from types import TracebackType
 from typing import Self
 
 from manylora.v1 import common_pb2
-from manylora_shared.errors import Cancelled, InternalError, ManyloraError, WorkerLost
+from manylora_shared.errors import Cancelled, CircuitOpen, InternalError, ManyloraError, WorkerLost
 from manylora_shared.ids import TenantId
 from manylora_shared.telemetry import Attribute, Span, SpanName, Telemetry, request_attributes
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.policy import TenantQuotas
 from manylora_shared.tenancy.slo import SloTracker, verdict_of
 
-from manylora_router.guard.admission import ChatPrompt, RequestInput
+from manylora_router.guard.admission import Adapter, ChatPrompt, RequestInput
 from manylora_router.guard.circuits import Change
+from manylora_router.guard.feedback import Answer, Feedback
 from manylora_router.guard.permits import Fault, Guard, Permit
 from manylora_router.guard.resumes import Resumes
+from manylora_router.guard.trials import Outcome, Trials
 from manylora_router.links.channels import WorkerChannels
 from manylora_router.links.directory import Directory
 from manylora_router.links.scheduler_client import SchedulerClient
@@ -67,6 +69,8 @@ class Calls:
         self.metrics = RouterMetrics(telemetry)
         self.guard = Guard(random=rng.random, getrandbits=rng.getrandbits)
         self.resumes = Resumes()
+        self.trials = Trials()
+        self.feedback = Feedback()
         self.directory = directory
         self.scheduler = scheduler
         self.channels = channels
@@ -78,6 +82,13 @@ class Calls:
     def open(self, request: RequestInput, tenant: str) -> Call:
         """`tenant` is empty where the caller may ask in nobody's name."""
         return Call(self, request, tenant)
+
+    def scored(self, answer: Answer) -> None:
+        """Feedback's score, as it counts."""
+        assert answer.score is not None
+        if answer.adapter is not None:
+            self.trials.scored(answer.tenant, answer.adapter, answer.score)
+        self.metrics.scored(answer.tenant, answer.adapter, answer.score)
 
 
 class Call:
@@ -103,6 +114,7 @@ class Call:
             Attribute.GENAI_OPERATION: "chat" if isinstance(request.prompt, ChatPrompt) else "text_completion",
             Attribute.MODEL: model.name if model is not None else "",
         }
+        self.adapter: Adapter | None = None  # once it is known
         self._told_at = 0.0  # its last tokens
         self._permit: Permit | None = None
         self._execution: Execution | None = None
@@ -124,6 +136,7 @@ class Call:
             self._describe(execution)
         if self._permit is not None:
             self._end_permit(self._permit, execution.fault if execution is not None else Fault.NO_VERDICT)
+        self._try(error)
         self._measure(error)
         self._account(error if error is None or isinstance(error, Exception) else Cancelled("the caller went away"))
         self.span.end()
@@ -243,6 +256,30 @@ class Call:
             traceparent=self.span.traceparent,
         )
         _LOG.warning("a request failed", extra=more)
+
+    def _try(self, error: BaseException | None) -> None:
+        """For the trial of its adapter's version, and for feedback."""
+        calls, execution, adapter = self._calls, self._execution, self.adapter
+        tenant, now = TenantId(self._tenant), asyncio.get_running_loop().time()
+        if execution is not None and execution.ttft_ms:
+            calls.feedback.answered(tenant, self.request_id, adapter, now)
+        if adapter is None or not adapter.trial:
+            return
+        fault = execution.fault if execution is not None else Fault.NO_VERDICT
+        outcome = None
+        if fault in (Fault.ADAPTER, Fault.INTERNAL) or isinstance(error, CircuitOpen):
+            outcome = Outcome(has_failed=True)
+        elif execution is not None and fault is Fault.NONE:
+            outcome = Outcome(
+                has_failed=False,
+                is_cut=execution.is_cut,
+                ttft_ms=max(0.0, execution.ttft_ms - execution.adapter_wait_ms) if execution.ttft_ms else None,
+                is_warm=execution.cached_prompt_tokens > 0,
+                tpot_ms=execution.tpot_ms,
+            )
+        if outcome is not None:
+            calls.trials.ended(tenant, adapter, outcome)
+            calls.metrics.tried(tenant, adapter, outcome)
 
     def _measure(self, error: BaseException | None) -> None:
         calls, execution = self._calls, self._execution

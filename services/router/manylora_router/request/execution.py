@@ -156,6 +156,16 @@ class Execution:
         return self._resumed.pauses_s
 
     @property
+    def adapter_wait_ms(self) -> float:
+        """Of the time to its first token, as the worker tells at the end."""
+        return self._measured.worker.adapter_wait_ms
+
+    @property
+    def is_cut(self) -> bool:
+        """A choice ended at its length."""
+        return any(end.finish_reason == common_pb2.FINISH_REASON_LENGTH for end in self._choices.ends())
+
+    @property
     def queue_ms(self) -> float:
         return self._measured.queue_ms
 

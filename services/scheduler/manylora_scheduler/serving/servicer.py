@@ -17,6 +17,7 @@ from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import ServerCall, Service
 
 from manylora_scheduler.core.events import Enqueued, GrantClosed, LeaseWanted, Settled, Withdrawn
+from manylora_scheduler.serving.rollouts import Rollouts
 from manylora_scheduler.serving.router_line import RouterLine
 from manylora_scheduler.serving.term import Term
 from manylora_scheduler.serving.wire import MAX_ID_LENGTH, held_lease, queued_request, refused_flows
@@ -25,10 +26,11 @@ _DESCRIPTOR = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 
 
 class SchedulerServicer:
-    """The app sets `term` and takes it away."""
+    """The app sets `term` and `rollouts`, and takes them away."""
 
     def __init__(self, telemetry: Telemetry, space: SpaceWatch, leave: Callable[[], None]) -> None:
         self.term: Term | None = None
+        self.rollouts: Rollouts | None = None  # the term's
         self.address = ""
         self._telemetry = telemetry
         self._space = space
@@ -125,6 +127,9 @@ class SchedulerServicer:
                 for flow, _ in refused.flows:
                     term.learn_tenant(flow.tenant_id)
                 term.post(refused)
+            case "trial_counts":
+                if self.rollouts is not None and self.term is term:
+                    self.rollouts.take(message.trial_counts, asyncio.get_running_loop().time())
             case other:
                 raise InvalidRequest.of("event", f"{other or 'nothing'} is not expected here")
 

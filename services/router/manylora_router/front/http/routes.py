@@ -24,14 +24,15 @@ from manylora_shared.transport.handling import error_of
 from manylora_router.front.gate import account_of, own_tenant
 from manylora_router.front.http import openapi
 from manylora_router.front.http.api import asked
-from manylora_router.front.http.api.adapters import load, unload
 from manylora_router.front.http.api.answers import Door
+from manylora_router.front.http.api.around.adapters import load, unload
+from manylora_router.front.http.api.around.feedback import feedback
+from manylora_router.front.http.api.around.models import health, list_models, metrics, one_model, ready, version
+from manylora_router.front.http.api.around.tokens import detokenize, tokenize, tokenizer_info
 from manylora_router.front.http.api.chat import chat
 from manylora_router.front.http.api.completions import complete
 from manylora_router.front.http.api.messages import AnthropicErrors, count_tokens, create
-from manylora_router.front.http.api.models import health, list_models, metrics, one_model, ready, version
 from manylora_router.front.http.api.responses import respond
-from manylora_router.front.http.api.tokens import detokenize, tokenize, tokenizer_info
 from manylora_router.front.http.bodies import BodyRoom
 from manylora_router.front.http.exchange import Exchange, Gone, Message, Receive, Send
 
@@ -51,6 +52,7 @@ _GUARDED: Mapping[str, Mapping[str, Handler]] = {
     "/v1/responses": {"POST": respond},
     "/v1/messages": {"POST": create},
     "/v1/messages/count_tokens": {"POST": count_tokens},
+    "/v1/feedback": {"POST": feedback},
     "/tokenize": {"POST": tokenize},
     "/detokenize": {"POST": detokenize},
     "/tokenizer_info": {"GET": tokenizer_info},

@@ -16,6 +16,7 @@ from manylora_shared.ids import QosClass
 from manylora_shared.transport.places import Places
 
 from manylora_router.dialect.dialect import Dialect
+from manylora_router.front.feedback import FeedbackDesk
 from manylora_router.front.generation import generate
 from manylora_router.front.http import errors
 from manylora_router.front.http.api.asked import Form
@@ -47,6 +48,7 @@ class Door:
     intake: Intake
     callers: Callers
     calls: Calls
+    feedback: FeedbackDesk
     text: TextService
     dialect: Dialect
     admin: Mapping[str, Callable[..., Any]]  # AdminService's handlers

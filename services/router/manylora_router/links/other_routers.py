@@ -1,0 +1,51 @@
+"""The other routers of the cluster, as one of them asks them: in its caller's name, with what its caller showed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf.message import Message
+from manylora_shared.errors import Code, RpcError
+from manylora_shared.metadata import TENANT_KEY
+from manylora_shared.telemetry.logs import fields
+from manylora_shared.tenancy.identity import AUTHORIZATION_KEY
+from manylora_shared.transport.base import Method, Transport
+
+from manylora_router.links.directory import Directory
+
+_LOG = logging.getLogger(__name__)
+_TIMEOUT_S = 1.0
+_SHOWN = (AUTHORIZATION_KEY, TENANT_KEY)
+
+
+class OtherRouters:
+    def __init__(self, *, router_id: str, directory: Directory, transport: Transport) -> None:
+        self.router_id = router_id
+        self._directory = directory
+        self._transport = transport
+
+    async def ask(self, method: Method, request: Message, metadata: Mapping[str, str]) -> dict[str, Any]:
+        """Answers by router id; an RpcError, which is logged unless it is NOT_FOUND, where there is none."""
+        others = {
+            router_id: record.address
+            for router_id, record in sorted(self._directory.routers.items())
+            if router_id != self.router_id
+        }
+        shown = {key: metadata[key] for key in _SHOWN if key in metadata}
+        asked = (self._ask(address, method, request, shown) for address in others.values())
+        return dict(zip(others, await asyncio.gather(*asked), strict=True))
+
+    async def _ask(self, address: str, method: Method, request: Message, shown: Mapping[str, str]) -> Any:
+        channel = self._transport.connect(address)
+        try:
+            return await channel.call(method, request, timeout=_TIMEOUT_S, metadata=shown)
+        except RpcError as e:
+            if e.code is not Code.NOT_FOUND:
+                more = fields(address=address, method=method.path, error=str(e))
+                _LOG.warning("a router did not answer another", extra=more)
+            return e
+        finally:
+            await channel.close()

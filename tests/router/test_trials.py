@@ -1,0 +1,103 @@
+"""What a router counts of versions that are tried, and tells the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from manylora.v1 import common_pb2, scheduler_pb2, worker_pb2
+from manylora_router.guard.admission import Adapter
+from manylora_router.guard.trials import MAX_TRIALS, Outcome, Trials
+from manylora_shared.ids import AdapterName, AdapterUid, TenantId
+from manylora_shared.tenancy.slo import bucket_of
+from manylora_shared.tenancy.trial import VersionCounts
+from router_fakes import RouterCluster, finished, say, simulate, text_request, until
+from test_admin_adapters import call
+from test_admin_versions import NAME, add_two
+
+ACME = TenantId("acme")
+
+
+def adapter(trial: str = "t", *, is_canary: bool = True) -> Adapter:
+    return Adapter(AdapterName("up"), AdapterUid("u"), 2, trial, is_canary)
+
+
+def test_outcomes_count_for_the_version_that_had_the_request() -> None:
+    trials = Trials()
+    trials.ended(ACME, adapter(), Outcome(has_failed=True))
+    warm = Outcome(has_failed=False, is_cut=True, ttft_ms=50.0, is_warm=True, tpot_ms=7.0)
+    trials.ended(ACME, adapter(), warm)
+    trials.ended(ACME, adapter(is_canary=False), Outcome(has_failed=False, ttft_ms=50.0))
+    trials.ended(ACME, adapter(""), Outcome(has_failed=True))
+    trials.scored(ACME, adapter(), 0.84)
+    key = ACME, AdapterName("up"), "t"
+    taken = trials.take([key, (ACME, AdapterName("other"), "x")])
+    assert taken[key] == (
+        VersionCounts(1, 1, 1, {}, {bucket_of(50.0): 1}, {bucket_of(7.0): 1}, {8: 1}),
+        VersionCounts(1, 0, 0, {bucket_of(50.0): 1}),
+    )
+    assert taken[ACME, AdapterName("other"), "x"] == (VersionCounts(), VersionCounts()), "it says that it stands"
+    assert trials.take([key])[key] == (VersionCounts(), VersionCounts()), "each outcome is told once"
+
+
+def test_what_no_rollout_stands_for_is_forgotten_and_trials_are_bounded() -> None:
+    trials = Trials()
+    for i in range(MAX_TRIALS + 9):
+        trials.ended(ACME, adapter(str(i)), Outcome(has_failed=True))
+    keys = [(ACME, AdapterName("up"), str(i)) for i in range(MAX_TRIALS + 9)]
+    assert sum(canary.failed for canary, _ in trials.take(keys).values()) == MAX_TRIALS
+    trials.ended(ACME, adapter("gone"), Outcome(has_failed=True))
+    assert trials.take([]) == {}
+
+
+async def fails(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+    yield finished(outcome=common_pb2.OUTCOME_ADAPTER_FAILED, message="no such file")
+
+
+def told(cluster: RouterCluster) -> tuple[VersionCounts, VersionCounts]:
+    """All that the scheduler was told, of canary and stable."""
+    sums = VersionCounts(), VersionCounts()
+    for message in cluster.scheduler.trials:
+        for total, part in zip(sums, (message.canary, message.stable), strict=True):
+            maps = (dict(each) for each in (part.cold, part.warm, part.token, part.scores))
+            total.add(VersionCounts(part.completed, part.failed, part.cut, *maps))
+    return sums
+
+
+def test_the_scheduler_is_told_of_both_versions_and_of_a_rollout_without_requests() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        _, second = await add_two(cluster)
+        good = say("hello")
+
+        async def script(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+            async for message in (fails if request.adapter_uid == second.version else good)(request):
+                yield message
+
+        for worker in cluster.workers:
+            worker.script = script
+        line = (await call(cluster, "RolloutAdapter", **NAME, to=2, auto={"steps": [50], "min_requests": 9})).line
+        assert (line.rollout.percent, list(line.rollout.auto.steps), line.rollout.auto.step_limit_s) == (
+            50,
+            [50],
+            86400,
+        )
+        await until(lambda: bool(cluster.scheduler.trials))
+        first = cluster.scheduler.trials[0]
+        assert first == scheduler_pb2.TrialCounts(
+            tenant_id="acme",
+            name="lower",
+            trial=first.trial,
+            canary=scheduler_pb2.VersionCounts(),
+            stable=scheduler_pb2.VersionCounts(),
+        )
+        answers = [await cluster.ask(text_request(), x_adapter_id="lower") for _ in range(20)]
+        failed = sum(each.error is not None for each in answers)
+        assert 0 < failed < 20
+        await cluster.ask(text_request(), x_adapter_id="lower@2")
+        await until(lambda: sum(each.requests for each in told(cluster)) >= 20)
+        canary, stable = told(cluster)
+        assert (canary.completed, canary.failed) == (0, failed), "refusals of its open circuit are failures too"
+        assert (stable.completed, stable.failed, sum(stable.cold.values())) == (20 - failed, 0, 20 - failed)
+        await call(cluster, "RollbackAdapter", **NAME)
+        await until(lambda: not cluster.app.directory.trials)
+
+    simulate(test)
