@@ -42,6 +42,7 @@ class FakeRouter:
     cancelled: int = 0
     has_chat_template: bool = False
     chats: list[list[tuple[str, str]]] = field(default_factory=list)
+    scores: list[tuple[str, str, float]] = field(default_factory=list)  # tenant, request and score
     tells_tenant_alone: bool = False
     """Answers `get_status` as a router does to a key of a tenant."""
 
@@ -49,7 +50,10 @@ class FakeRouter:
         inference = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
         admin = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
         return [
-            Service(inference, {"Generate": self.generate, "ListModels": self.list_models}),
+            Service(
+                inference,
+                {"Generate": self.generate, "ListModels": self.list_models, "GiveFeedback": self.give_feedback},
+            ),
             Service(
                 admin,
                 {
@@ -152,6 +156,14 @@ class FakeRouter:
             sampling_defaults=common_pb2.SamplingParams(temperature=0.6, top_k=20),
         )
 
+    async def give_feedback(
+        self, request: inference_pb2.GiveFeedbackRequest, call: ServerCall
+    ) -> inference_pb2.GiveFeedbackResponse:
+        if request.request_id == "gone":
+            raise NotFound("request_id: no router remembers it")
+        self.scores.append((call.metadata.get("x-tenant-id", ""), request.request_id, request.score))
+        return inference_pb2.GiveFeedbackResponse(adapter="up@2", counted=request.request_id != "late")
+
     async def apply_tenant(
         self, request: admin_pb2.ApplyTenantRequest, call: ServerCall
     ) -> admin_pb2.ApplyTenantResponse:
@@ -227,6 +239,23 @@ class FakeRouter:
         line = admin_pb2.AdapterLine(in_force=1, versions=[_adapter(request.tenant_id, request.name) for _ in range(3)])
         line.versions[1].number, line.versions[2].number, line.versions[2].retired_unix_s = 2, 3, 9.0
         line.rollout.CopyFrom(admin_pb2.AdapterRollout(to=2, percent=10, sticky="user"))
+        if isinstance(request, admin_pb2.RolloutAdapterRequest) and request.HasField("auto"):
+            line.rollout.auto.CopyFrom(request.auto)
+        if isinstance(request, admin_pb2.GetAdapterLineRequest):
+            line.rollout.progress.CopyFrom(
+                admin_pb2.RolloutProgress(
+                    canary_requests=7,
+                    stable_requests=70,
+                    evidence=2.5,
+                    limit=100.0,
+                    findings=[
+                        admin_pb2.RolloutFinding(
+                            name="errors", canary_share=0.25, canary_outcomes=8, stable_outcomes=80, evidence=9.0
+                        )
+                    ],
+                )
+            )
+            line.events.add(at_unix_s=0.0, change="rollback", number=1, before=1, why="errors: many")
         line.events.add(at_unix_s=0.0, change="rollout", number=2, percent=10)
         return getattr(admin_pb2, type(request).__name__.replace("Request", "Response"))(line=line)
 
@@ -385,6 +414,7 @@ class FakeRouter:
             ],
             quarantined_prompts=3,
             quarantines=[admin_pb2.QuarantineStatus(tenant_id="birch", router_id="r-1", prompts=3, longest_s=299.6)],
+            rollouts=_rollouts(),
         )
 
     def _tenant(self, tenant_id: str) -> admin_pb2.TenantInfo:
@@ -423,3 +453,18 @@ def _finished(frame: int, outcome: common_pb2.Outcome, tokens: int) -> inference
 
 async def _never() -> None:
     await asyncio.get_running_loop().create_future()
+
+
+def _rollouts() -> list[admin_pb2.RolloutStatus]:
+    by_itself = admin_pb2.AdapterRollout(
+        to=2,
+        percent=10,
+        sticky="user",
+        auto=admin_pb2.AutoRollout(steps=[1, 10, 50], min_requests=200),
+        progress=admin_pb2.RolloutProgress(canary_requests=7, stable_requests=90, evidence=2.5, limit=100.0),
+    )
+    by_hand = admin_pb2.AdapterRollout(to=2, percent=5, sticky="request")
+    return [
+        admin_pb2.RolloutStatus(tenant_id="acme", name="up", in_force=1, rollout=by_itself),
+        admin_pb2.RolloutStatus(tenant_id="acme", name="down", in_force=1, rollout=by_hand),
+    ]

@@ -30,7 +30,30 @@ async def test_changes_are_sent_and_the_line_is_shown(
     out = await manylora("adapter", *words, "--tenant", "acme")
     assert (out.exit_code, out.stdout, router.line_changes) == (0, SHOWN, [sent])
     out = await manylora("adapter", *words, "--tenant", "acme", "--json")
-    assert (out.json["in_force"], out.json["rollout"]) == (1, {"to": 2, "percent": 10, "sticky": "user"})
+    rollout = {"to": 2, "percent": 10, "sticky": "user", "auto": None, "progress": None}
+    assert (out.json["in_force"], out.json["rollout"]) == (1, rollout)
+
+
+async def test_a_rollout_that_judges_itself(manylora: Manylora, router: FakeRouter) -> None:
+    words = ["adapter", "rollout", "up", "--to", "2", "--auto", "--tenant", "acme"]
+    out = await manylora(*words)
+    plain = admin_pb2.RolloutAdapterRequest(
+        tenant_id="acme", name="up", to=2, sticky="request", auto=admin_pb2.AutoRollout()
+    )
+    assert (out.exit_code, router.line_changes) == (0, [plain])
+    out = await manylora(*words, "--steps", "5, 50", "--min-requests", "30", "--step-hours", "0.5")
+    plain.auto.CopyFrom(admin_pb2.AutoRollout(steps=[5, 50], min_requests=30, step_limit_s=1800))
+    assert (out.exit_code, router.line_changes[1]) == (0, plain)
+    assert out.stdout == SHOWN.replace("\n", ", and by itself 5 > 50 > 100 %\n")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--auto", "--percent", "5"], ["--percent", "5", "--steps", "1"], ["--auto", "--steps", "1,x"]],
+)
+async def test_how_a_rollout_grows_is_said_once(manylora: Manylora, router: FakeRouter, options: list[str]) -> None:
+    out = await manylora("adapter", "rollout", "up", "--to", "2", "--tenant", "acme", *options)
+    assert (out.exit_code, router.line_changes) == (2, [])
 
 
 async def test_a_share_beyond_all_is_a_mistake(manylora: Manylora, router: FakeRouter) -> None:

@@ -137,3 +137,15 @@ async def test_a_system_message_needs_a_template(manylora: Manylora, router: Fak
 async def test_an_empty_answer_is_told(manylora: Manylora) -> None:
     out = await manylora("generate", "--tenant", "acme", " ")
     assert (out.exit_code, out.stdout, out.stderr) == (0, "", "(the model ended at once)\n")
+
+
+async def test_feedback_is_sent_and_says_what_it_was_for(manylora: Manylora, router: FakeRouter) -> None:
+    out = await manylora("feedback", "r1", "--thumb", "up", "--tenant", "acme")
+    assert (out.exit_code, out.stdout) == (0, "1 for up@2 counts\n")
+    out = await manylora("feedback", "late", "--score", "0.25")
+    assert out.stdout == "0.25 for up@2 does not count: an earlier score of this answer stands\n"
+    assert (await manylora("feedback", "r1", "--score", "0", "--json")).json == {"adapter": "up@2", "counted": True}
+    assert router.scores == [("acme", "r1", 1.0), ("", "late", 0.25), ("", "r1", 0.0)]
+    assert (await manylora("feedback", "gone", "--thumb", "down")).exit_code == 1
+    for wrong in ([], ["--score", "1", "--thumb", "up"], ["--score", "1.5"]):
+        assert (await manylora("feedback", "r1", *wrong)).exit_code == 2

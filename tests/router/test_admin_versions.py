@@ -97,6 +97,31 @@ def test_a_stream_keeps_its_version_and_its_files_stay() -> None:
     simulate(test)
 
 
+def test_a_rollout_that_judges_itself_begins_with_its_first_step_and_stands_in_the_status() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        await add_two(cluster)
+        for auto, said in (({"steps": [9, 3]}, "steps must grow"), ({"step_limit_s": 0.1}, "step_limit_s")):
+            with pytest.raises(RpcError) as error:
+                await call(cluster, "RolloutAdapter", **NAME, to=2, auto=auto)
+            [violation] = error.value.violations
+            assert (violation.field, said in violation.description) == ("auto", True)
+        rollout = (await call(cluster, "RolloutAdapter", **NAME, to=2, percent=70, auto={})).line.rollout
+        assert (rollout.percent, list(rollout.auto.steps)) == (1, [1, 10, 50])
+        assert (rollout.auto.min_requests, rollout.auto.step_limit_s, rollout.progress.limit) == (200, 86400.0, 100.0)
+        [status] = (await call(cluster, "GetStatus")).rollouts
+        assert (status.tenant_id, status.name, status.in_force, status.rollout) == ("acme", "lower", 1, rollout)
+        made = await call(cluster, "CreateKey", tenant_id="other", scopes=["admin"])
+        channel = cluster.caller(made.key)
+        cluster._client, own = channel, cluster._client
+        assert list((await call(cluster, "GetStatus")).rollouts) == []
+        cluster._client = own
+        await channel.close()
+        by_hand = (await call(cluster, "RolloutAdapter", **NAME, to=2, percent=7)).line.rollout
+        assert (by_hand.percent, by_hand.HasField("auto")) == (7, False), "a person's word ends the trial"
+
+    simulate(test)
+
+
 def test_only_admins_of_the_tenant_change_its_versions() -> None:
     async def test(cluster: RouterCluster) -> None:
         await add_two(cluster)

@@ -53,7 +53,11 @@ class Router:
         gate = Gate(
             callers, bounds, tenant_of=tenant_of, max_message_bytes=MAX_REQUEST_BYTES, pace=Pace(self.bytes_per_s)
         )
-        return Service(DESCRIPTOR, {"Generate": self.generate, "ListModels": self.list_models}, gate=gate)
+        return Service(
+            DESCRIPTOR,
+            {"Generate": self.generate, "ListModels": self.list_models, "GiveFeedback": self.list_models},
+            gate=gate,
+        )
 
     async def generate(self, request: Any, call: Any) -> AsyncIterator[Any]:
         yield inference_pb2.GenerateResponse(frame=len(request.text))

@@ -12,6 +12,7 @@ from manylora_shared.tenancy.adapter_line import (
     LineProblem,
     StickyKeys,
 )
+from manylora_shared.tenancy.trial import Decision, Plan, Verdict, begun
 
 ANYBODY = StickyKeys("r")
 
@@ -144,3 +145,30 @@ def test_records_keep_lines_and_old_records_are_version_1() -> None:
     ):
         with pytest.raises(ValueError, match=r"AdapterRecord|Rollout"):
             AdapterRecord.from_json(old[:-1] + b"," + wrong + b"}")
+
+
+def test_a_trials_verdicts_are_events_that_say_why() -> None:
+    plan = Plan((5, 50), 10, 60.0, "trial")
+    line = line_of(2).roll_out(2, 99, "user", "salt", 1.0, plan)
+    assert line.rollout is not None
+    assert (line.rollout.percent, line.rollout.trial, line.rollout.plan) == (5, "trial", begun(plan, 1.0))
+    stepped = line.judged(Verdict(Decision.STEP, "so good", "requests", 50), 7.0)
+    assert stepped.rollout is not None
+    assert stepped.rollout.plan is not None
+    assert (stepped.rollout.percent, stepped.rollout.salt, stepped.rollout.plan.step_since_unix_s) == (50, "salt", 7.0)
+    promoted = stepped.judged(Verdict(Decision.PROMOTE, "so good", "requests"), 8.0)
+    assert (promoted.in_force.number, promoted.rollout) == (2, None)
+    back = stepped.judged(Verdict(Decision.ROLLBACK, "too bad", "errors"), 8.0)
+    assert (back.in_force.number, back.rollout) == (1, None)
+    told = [(e.change, e.number, e.percent, e.why) for e in (*back.events[-3:], promoted.events[-1])]
+    assert told == [
+        ("rollout", 2, 5, ""),
+        ("rollout", 2, 50, "so good"),
+        ("rollback", 1, 0, "too bad"),
+        ("promote", 2, 0, "so good"),
+    ]
+    with pytest.raises(LineProblem, match="steps must grow"):
+        line_of(2).roll_out(2, 0, "user", "salt", 1.0, Plan((5, 5), 10, 60.0, "trial"))
+    by_hand = line.roll_out(2, 6, "user", "other", 2.0).rollout
+    assert by_hand is not None
+    assert (by_hand.plan, by_hand.trial) == (None, "salt")
