@@ -255,8 +255,8 @@ class FakeRouter:
                     ],
                 )
             )
-            line.events.add(at_unix_s=0.0, change="rollback", number=1, before=1, why="errors: many")
         line.events.add(at_unix_s=0.0, change="rollout", number=2, percent=10)
+        line.events.add(at_unix_s=0.0, change="rollback", number=1, before=1, why="errors: many")
         return getattr(admin_pb2, type(request).__name__.replace("Request", "Response"))(line=line)
 
     async def create_key(self, request: admin_pb2.CreateKeyRequest, call: ServerCall) -> admin_pb2.CreateKeyResponse:

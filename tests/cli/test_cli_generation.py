@@ -34,7 +34,7 @@ async def test_generate_json_ends_with_one_object(manylora: Manylora) -> None:
         "token_ids": [100, 101],
         "finish_reason": "stop",
         "outcome": "completed",
-        "usage": {"prompt_tokens": 3, "completion_tokens": 2, "cached_prompt_tokens": 0},
+        "usage": {"prompt_tokens": 3, "completion_tokens": 2, "cached_prompt_tokens": 0, "resumed": 0},
         "adapter": "upper@1",
         "adapter_version": VERSION,
         "seed": 7,

@@ -44,6 +44,7 @@ _BODIES = {
     "CountTokensRequest": schemas.COUNT,
     "TokenizeRequest": schemas.TOKENIZE,
     "DetokenizeRequest": schemas.DETOKENIZE,
+    "FeedbackRequest": schemas.FEEDBACK,
     "LoadAdapterRequest": schemas.LOAD,
     "UnloadAdapterRequest": schemas.UNLOAD,
 }
@@ -67,6 +68,7 @@ _ANSWERS = {
     "TokenCount": _told(input_tokens="integer"),
     "Tokens": _told(count="integer", max_model_len="integer", tokens="array"),
     "Text": _told(prompt="string"),
+    "Feedback": _told(object="string", request_id="string", score="number", counted="boolean"),
     "TokenizerInfo": _told(model_max_length="integer"),
     "Models": _told(object="string", data="array"),
     "Model": _told(id="string", object="string", created="integer", owned_by="string"),
@@ -143,6 +145,7 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
     "/v1/messages/count_tokens": {
         "post": Operation("A conversation's tokens", "TokenCount", "CountTokensRequest", error="MessageError"),
     },
+    "/v1/feedback": {"post": Operation("A score for an earlier answer", "Feedback", "FeedbackRequest")},
     "/tokenize": {"post": Operation("A text's or conversation's tokens", "Tokens", "TokenizeRequest")},
     "/detokenize": {"post": Operation("Tokens' text", "Text", "DetokenizeRequest")},
     "/tokenizer_info": {"get": Operation("Special tokens and chat template", "TokenizerInfo")},

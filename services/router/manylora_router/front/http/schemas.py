@@ -298,6 +298,18 @@ TOKENIZE = closed(
     {"model": _TEXT, "prompt": _TEXT, **_TEMPLATE, "add_special_tokens": _FLAG, "return_token_strs": _FLAG}
 )
 DETOKENIZE = closed({"model": _TEXT, "tokens": _optional(_list(_integer(0, _MAX_ID), 1 << 20))})
+FEEDBACK = closed(
+    {
+        "request_id": {
+            "type": "string",
+            "minLength": 1,
+            "description": "Of the answer: its id, or x-manylora-request-id.",
+        },
+        "score": {"type": ["number", "null"], "minimum": 0, "maximum": 1},
+        "thumb": {"enum": ["up", "down", "", None], "description": "In the score's place."},
+    },
+    ("request_id",),
+)
 LOAD = closed(
     {
         "lora_name": {"type": "string", "minLength": 1},
