@@ -16,7 +16,7 @@ from manylora_router.guard.feedback import HOLD_S, KEPT_S, MAX_OF_TENANT, Feedba
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import RouterRecord
 from manylora_shared.errors import Code, NotFound, RpcError
-from manylora_shared.ids import AdapterName, AdapterUid, TenantId
+from manylora_shared.ids import AdapterDigest, AdapterName, AdapterUid, TenantId
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import methods_of
 from manylora_sim.fake_text import FakeText
@@ -27,7 +27,7 @@ from test_admin_versions import NAME, add_two
 from test_trials import told
 
 ACME, OTHER = TenantId("acme"), TenantId("other")
-UP = Adapter(AdapterName("up"), AdapterUid("u"), 2)
+UP = Adapter(AdapterName("up"), AdapterDigest("d"), AdapterUid("u"), 2)
 GIVE = methods_of(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"])["GiveFeedback"]
 
 

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from manylora.v1 import common_pb2, scheduler_pb2, worker_pb2
 from manylora_router.guard.admission import Adapter
 from manylora_router.guard.trials import MAX_TRIALS, Outcome, Trials
-from manylora_shared.ids import AdapterName, AdapterUid, TenantId
+from manylora_shared.ids import AdapterDigest, AdapterName, AdapterUid, TenantId
+from manylora_shared.tenancy.policy import TenantPolicy
 from manylora_shared.tenancy.slo import bucket_of
 from manylora_shared.tenancy.trial import VersionCounts
 from router_fakes import RouterCluster, finished, say, simulate, text_request, until
@@ -18,7 +19,7 @@ ACME = TenantId("acme")
 
 
 def adapter(trial: str = "t", *, is_canary: bool = True) -> Adapter:
-    return Adapter(AdapterName("up"), AdapterUid("u"), 2, trial, is_canary)
+    return Adapter(AdapterName("up"), AdapterDigest("d"), AdapterUid("u"), 2, trial, is_canary)
 
 
 def test_outcomes_count_for_the_version_that_had_the_request() -> None:
@@ -66,10 +67,10 @@ def told(cluster: RouterCluster) -> tuple[VersionCounts, VersionCounts]:
 def test_the_scheduler_is_told_of_both_versions_and_of_a_rollout_without_requests() -> None:
     async def test(cluster: RouterCluster) -> None:
         _, second = await add_two(cluster)
-        good = say("hello")
+        good, copy = say("hello"), TenantPolicy(ACME).copy_of(AdapterDigest(second.version))
 
         async def script(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
-            async for message in (fails if request.adapter_uid == second.version else good)(request):
+            async for message in (fails if request.adapter_uid == copy else good)(request):
                 yield message
 
         for worker in cluster.workers:

@@ -15,7 +15,7 @@ from typing import Any
 from manylora_shared.adapter_reference import ReferenceProblem, parse_reference
 from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.errors import FieldViolation, InvalidRequest, NotFound, shown
-from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId, is_valid_name
+from manylora_shared.ids import AdapterDigest, AdapterName, AdapterUid, QosClass, TenantId, is_valid_name
 from manylora_shared.metadata import ADAPTER_KEY, CLASS_KEY, IDEMPOTENCY_KEY, PRIORITY_KEY, TENANT_KEY
 from manylora_shared.sampling import MAX_LISTED, Sampling
 from manylora_shared.tenancy.adapter_line import Line, StickyKeys
@@ -134,7 +134,8 @@ class Adapter:
     """As a request keeps it to its end, whatever becomes of the name meanwhile."""
 
     name: AdapterName
-    uid: AdapterUid
+    digest: AdapterDigest
+    uid: AdapterUid  # the copy that serves it
     version: int = 1
     trial: str = ""  # of the rollout that chose the version; empty: none stands, or the request named it
     is_canary: bool = False  # it is the one that is tried
@@ -204,7 +205,8 @@ def admit_caller(
     rollout = line.rollout if line is not None and part.version is None else None
     trial = rollout.trial if rollout is not None else ""
     is_canary = rollout is not None and version.number == rollout.to
-    return policy, Adapter(part.name, AdapterUid(version.uid), version.number, trial, is_canary)
+    digest = AdapterDigest(version.uid)
+    return policy, Adapter(part.name, digest, policy.copy_of(digest), version.number, trial, is_canary)
 
 
 def check(request: RequestInput, model: ModelLimits) -> list[FieldViolation]:
