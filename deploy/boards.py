@@ -103,6 +103,7 @@ CLUSTER = (
     Panel("From arrival to the end", "s", _quantiles(Metrics.E2E, _CLASS)),
     Panel("By operation", "s", _quantiles(Metrics.GENAI_DURATION, Attribute.GENAI_OPERATION)),
     Panel("Live requests", "short", {"{{instance}}": each(Metrics.LIVE_REQUESTS)}),
+    Panel("Tasks of event loops", "short", {"{{instance}}": each(Metrics.TASKS)}),
     Panel(
         "Who is there",
         "short",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import tempfile
@@ -89,6 +90,22 @@ async def test_a_caller_ends_it_as_a_signal_does() -> None:
     app = FakeApp(is_told_to_leave=True)
     assert await run(app)
     assert app.events == ["start", "serving", "stop"]
+
+
+async def test_it_tells_its_tasks(tmp_path: Path) -> None:
+    parts: list[Parts] = []
+
+    async def build(given: Parts) -> FakeApp:
+        parts.append(given)
+        return FakeApp(terminated_at="serving")
+
+    config = ServiceSettings(
+        etcd="127.0.0.1:1", peer_secret_file=f"{tmp_path}/peer.secret", metrics_listen="127.0.0.1:0"
+    )
+    async with asyncio.timeout(10):
+        await serve("router", config, build)
+    (told,) = re.findall(rb"^event_loop_tasks (\S+)$", parts[0].telemetry.exposition()[0], re.MULTILINE)
+    assert float(told) >= 3
 
 
 async def test_a_signal_ends_a_start_that_waits(capsys: pytest.CaptureFixture[str]) -> None:

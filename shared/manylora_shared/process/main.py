@@ -26,6 +26,7 @@ from manylora_shared.transport.grpc_transport import GrpcTransport
 from manylora_shared.transport.tls import Tls
 
 _LOG = logging.getLogger(__name__)
+_COUNT_EVERY_S = 2.0
 _RENEW_EVERY_S = 2.0  # between two looks at the certificates' files
 _SAY_EVERY_S = 10.0
 
@@ -124,6 +125,8 @@ async def serve(
         ending.push_async_callback(store.close)
         silence = asyncio.create_task(_say_while_silent(store, settings.etcd), name="etcd's silence")
         ending.callback(silence.cancel)
+        counting = asyncio.create_task(_count_tasks(telemetry), name="tasks")
+        ending.callback(counting.cancel)
         if certified := [each for each in (tls, etcd_tls) if each is not None]:
             renewing = asyncio.create_task(_renew(certified, telemetry), name="certificates")
             ending.callback(renewing.cancel)
@@ -141,6 +144,12 @@ async def _renew(all_files: Sequence[Tls], telemetry: Telemetry) -> None:
         await asyncio.sleep(_RENEW_EVERY_S)
         for files in all_files:
             await asyncio.to_thread(files.refresh)
+
+
+async def _count_tasks(telemetry: Telemetry) -> None:
+    while True:
+        telemetry.gauge(Metrics.TASKS, len(asyncio.all_tasks()))
+        await asyncio.sleep(_COUNT_EVERY_S)
 
 
 async def _say_while_silent(store: Store, endpoints: str) -> None:

@@ -206,6 +206,14 @@ class Metrics:
         otlp="manylora.certificate_expiry",
     )
 
+    TASKS = Metric(
+        "event_loop_tasks",
+        "gauge",
+        "every",
+        "Tasks of this process's event loop: a few for itself, and some for each request and stream",
+        otlp="manylora.event_loop_tasks",
+    )
+
     # of the scheduler; of one that stands by only LEADING and ETCD_USED_PART
     LEADING = Metric("scheduler_leading", "gauge", "scheduler", "1: it leads", otlp="manylora.scheduler.leading")
     OVERLOAD_LEVEL = _from_otlp("manylora.overload.level", "gauge", "scheduler", "Level of the ladder")
