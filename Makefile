@@ -7,9 +7,10 @@ SOAK_SECONDS ?= 600
 SHARE_SECONDS ?= 60
 FUZZ_SECONDS ?= 600
 FUZZ ?=
+CONSOLE_SHOTS ?=
 
 # What pytest runs by default (pyproject.toml), and the folders and files of pure modules' tests.
-DEFAULT := not gpu and not slow and not compose and not mutants and not kernels and not wide and not clients
+DEFAULT := not gpu and not slow and not compose and not mutants and not kernels and not wide and not clients and not browser
 PURE := tests/properties tests/scheduler tests/worker/pure
 
 VENV := .venv
@@ -18,7 +19,7 @@ STAMP := $(VENV)/.installed
 COMPILED := $(VENV)/.compiled
 
 .DEFAULT_GOAL := help
-.PHONY: help install compiled demo up quick test wide test-all house oracle soak sim mutants kernels fairness shares fuzz check lint types layers format proto schemas test-clients compose-test clean
+.PHONY: help install compiled demo up quick test wide test-all house oracle soak sim mutants kernels fairness shares fuzz check lint types layers format proto schemas test-clients test-console compose-test clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
@@ -113,6 +114,10 @@ schemas: $(STAMP) ## 500 generated schemas on a real model, at temperature 1: ma
 test-clients: $(STAMP) ## other people's clients against the real model: OpenAI's, Anthropic's, litellm, langchain, lm-eval
 	@test -x .venv-clients/bin/lm_eval || { $(PYTHON) -m venv .venv-clients && .venv-clients/bin/pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt; }
 	@$(BIN)/python -m pytest -q -m clients tests/clients
+
+test-console: $(STAMP) ## the console in a headless Chromium (apt install chromium): make test-console CONSOLE_SHOTS=folder
+	@$(BIN)/python -c 'import playwright' 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt playwright
+	@CONSOLE_SHOTS=$(CONSOLE_SHOTS) $(BIN)/python -m pytest -q -m browser tests/console
 
 compose-test: $(STAMP) ## build the images, run docker-compose.yml and check it from outside
 	@$(BIN)/python -m pytest -q -m compose tests/compose

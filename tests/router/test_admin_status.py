@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from manylora.v1 import admin_pb2, status_pb2
-from manylora_router.admin.status import MOMENT_S
+from manylora_router.links.moments import MOMENT_S
 from router_fakes import (
     RouterCluster,
     simulate,
@@ -103,6 +103,6 @@ def test_who_asks_in_the_same_moment_shares_one_look_at_the_cluster() -> None:
             assert asked == moment
             assert local == 6 * moment, "once for each of those who see other things, in two ways"
             await asyncio.sleep(2 * MOMENT_S)
-        assert not cluster.app._status._asked
+        assert not cluster.app._status._moments.asked
 
     simulate(test)

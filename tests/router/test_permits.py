@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from manylora.v1 import admin_pb2, common_pb2, scheduler_pb2, worker_pb2
-from manylora_router.admin.status import MOMENT_S
 from manylora_router.app import RouterApp
 from manylora_router.config import RouterConfig
 from manylora_router.guard.circuits import ADAPTER_THRESHOLD, MIN_OPEN_S
+from manylora_router.links.moments import MOMENT_S
 from manylora_router.metrics import RECORD_S
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import RouterRecord

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from manylora.v1 import common_pb2, inference_pb2
 from manylora_router import app as app_module
-from manylora_router.admin.status import MOMENT_S
+from manylora_router.links.moments import MOMENT_S
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import AdapterRecord
 from manylora_shared.errors import Code, RpcError

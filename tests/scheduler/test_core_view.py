@@ -6,6 +6,7 @@ from manylora_scheduler.core.core import Core
 from manylora_scheduler.core.events import GrantClosed, Tick, WorkerDisconnected
 from manylora_scheduler.core.succession import MAX_WAIT_S
 from manylora_shared.ids import QosClass, RequestId, WorkerId
+from manylora_shared.tenancy.policy import DEFAULT_WEIGHTS
 
 from tests.scheduler.helpers import ROUTER, Desk, grants, request, started
 
@@ -21,6 +22,18 @@ def test_flows_are_shown_with_what_waits_runs_and_was_served() -> None:
     one, two = views["one", QosClass.STANDARD], views["two", QosClass.BATCH]
     assert (one.queued, one.running, one.oldest_wait_s) == (1, 1, 4.0)
     assert (two.queued, two.running, two.oldest_wait_s) == (1, 0, 1.0)
+    assert one.weight == DEFAULT_WEIGHTS[QosClass.STANDARD]
+    assert two.weight == DEFAULT_WEIGHTS[QosClass.BATCH]
+
+
+def test_debt_is_what_a_flow_has_had_before_its_turn() -> None:
+    desk = Desk()
+    desk.worker("w0", slots=1)
+    desk.enqueue("a", tenant="one", prompt_tokens=7, max_new_tokens=5)
+    desk.enqueue("b", tenant="two")
+    views = {v.flow.tenant_id: v for v in desk.core.view.flow_views(desk.now)}
+    assert views["one"].debt_cost in (7 + 2 * 5 - 1, 7 + 2 * 5), "its reservation, rounded down by a token at most"
+    assert views["two"].debt_cost == 0
 
 
 def test_the_free_part_is_of_the_slots_of_workers_that_take_requests() -> None:

@@ -7,22 +7,25 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from manylora.v1 import common_pb2, scheduler_pb2, worker_pb2
+from manylora.v1 import common_pb2, scheduler_pb2, status_pb2, worker_pb2
 from manylora_scheduler.core.reports import Residency
+from manylora_scheduler.serving.told import Told
 from manylora_scheduler.serving.wire import (
     MAX_SEQUENCES,
+    MAX_WORKER_TENANTS,
     flow_key,
     held_lease,
     overload_message,
     queued_request,
     refused_flows,
     worker_report,
+    worker_status,
 )
 from manylora_shared.errors import InvalidRequest
 from manylora_shared.ids import QosClass, TenantId
 from manylora_shared.tenancy.overload import OverloadView, TenantView
 
-from tests.scheduler.helpers import ROUTER
+from tests.scheduler.helpers import ROUTER, Desk
 
 
 def enqueue(**fields: Any) -> scheduler_pb2.Enqueue:
@@ -109,3 +112,24 @@ def test_what_routers_refused_is_by_flow() -> None:
     message.flows.add(tenant_id="no name")
     with pytest.raises(InvalidRequest):
         refused_flows(message)
+
+
+def test_a_workers_memory_is_told_by_tenant_and_of_many_those_with_most() -> None:
+    desk, told = Desk(), Told()
+    desk.worker("w0", slots=1)
+    (view,) = desk.core.workers
+    told.take(
+        worker_pb2.ControlReport(
+            snapshot=True,
+            kv_block_bytes=100,
+            tenant_adapters=[status_pb2.TenantAdapters(tenant_id="t001", device_bytes=50)],
+        )
+    )
+    status = worker_status(view, told, {TenantId("t000"): 2, TenantId("t001"): 3})
+    assert status.kv_block_bytes == 100
+    rows = [(each.tenant_id, each.kv_bytes, each.adapter_bytes) for each in status.tenants]
+    assert rows == [("t001", 300, 50), ("t000", 200, 0)]
+    many = {TenantId(f"t{i:03}"): i + 1 for i in range(MAX_WORKER_TENANTS + 10)}
+    *named, others = worker_status(view, told, many).tenants
+    assert [each.tenant_id for each in named] == [f"t{i:03}" for i in reversed(range(10, MAX_WORKER_TENANTS + 10))]
+    assert (others.tenant_id, others.kv_bytes, others.adapter_bytes) == ("", 100 * sum(range(1, 11)), 50)

@@ -315,6 +315,21 @@ def frames_of_32_streams(frames_per_s: int, *, begin_s: float = 0.0) -> list[int
     return simulation.run(main(), seed=1).result
 
 
+async def test_where_a_requests_adapter_was_is_told_as_it_begins() -> None:
+    async def found(uid: str) -> int:
+        stream = worker.execute(message(f"r{len(seen)}", adapter_uid=uid, max_tokens=2))
+        first = await stream.read()
+        await collect_rest(stream)
+        return int(first.started.adapter)
+
+    async with running_worker(load_s=0.01) as worker:
+        seen: list[int] = []
+        for uid in (UID, UID, ""):
+            seen.append(await found(uid))
+    nowhere = worker_pb2.ADAPTER_TIER_UNSPECIFIED
+    assert seen == [nowhere, worker_pb2.ADAPTER_TIER_DEVICE, nowhere]
+
+
 def test_that_a_request_has_begun_is_told_with_its_first_token_or_before_long() -> None:
     async def main() -> None:
         async with running_worker(step_s=0.005) as worker:

@@ -29,7 +29,7 @@ async def test_swaps_are_counted_and_stand_in_the_spans_of_their_requests(thread
     engine = make_engine(settings, threaded=threaded, step_s=0.001 if threaded else 0.0)  # they meet
     async with running_worker(telemetry=telemetry, settings=settings, engine=engine) as worker:
         calls = [worker.execute(message(f"r{i}", tenant_id="ab"[i % 2], max_tokens=58)) for i in range(6)]
-        await asyncio.gather(*(collect(call) for call in calls))
+        results = await asyncio.gather(*(collect(call) for call in calls))
         await eventually(lambda: not worker.engine.runtime.view.running)
         stats = worker.engine.core.stats()
         scheduler = Scheduler(worker)
@@ -40,6 +40,8 @@ async def test_swaps_are_counted_and_stand_in_the_spans_of_their_requests(thread
         assert sum(getattr(each, name) for each in scheduler.setbacks.values()) == getattr(stats, name), name
     assert stats.swaps_out > 0
     assert stats.swaps_in == stats.swaps_out
+    assert sum(result.finished.swaps for result in results) == stats.swaps_out
+    assert sum(result.finished.evictions for result in results) == stats.evictions
     metrics = telemetry.recorded_metrics()
     out, back = (frozenset({(Attribute.DIRECTION, direction)}) for direction in ("out", "in"))
     assert metrics[Metrics.KV_SWAPS, out] == metrics[Metrics.KV_SWAPS, back] == stats.swaps_out

@@ -45,9 +45,11 @@ from manylora_router.front.http.server import HttpServer
 from manylora_router.front.intake import Intake
 from manylora_router.front.pace import Pace
 from manylora_router.guard.tokens import Tokens
+from manylora_router.history.samples import STEP_S
 from manylora_router.links.callers import Callers
 from manylora_router.links.channels import WorkerChannels
 from manylora_router.links.directory import Directory
+from manylora_router.links.moments import Moments
 from manylora_router.links.other_routers import OtherRouters
 from manylora_router.links.scheduler_client import SchedulerClient
 from manylora_router.links.token_keys import TokenKeys, load_issuers
@@ -135,6 +137,7 @@ class RouterApp:
         levels = self._service_levels()
         self._status = ClusterStatus(directory=self.directory, transport=peers, levels=levels)
         self.admin = self._admin(levels, peers)
+        self._moments = Moments()
         self._http = HttpServer(Routes(self.door), tls) if config.http_listen else None
         self._lease = LeaseSession(store, ttl_s=config.lease_ttl_s)
 
@@ -185,6 +188,8 @@ class RouterApp:
             places=self.bounds.places,
             getrandbits=self._rng.getrandbits,
             now_unix_s=self._clock.now_unix_s,
+            router_id=self.router_id,
+            console=self._moments if self.config.console else None,
         )
 
     @property
@@ -246,6 +251,7 @@ class RouterApp:
             asyncio.create_task(self._keep_trials(), name="trials"),
             asyncio.create_task(self._keep_token_keys(), name="token keys"),
             asyncio.create_task(self.directory.failed(), name="mirrors"),
+            asyncio.create_task(self._close_steps(), name="history"),
         ]
         if self.calls.metrics.has_readers:
             self._tasks.append(asyncio.create_task(self._tell_metrics(), name="metrics"))
@@ -268,7 +274,8 @@ class RouterApp:
         for task in self._tasks:
             task.cancel()
         ended = await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._status.close()
+        self._status.close()
+        self._moments.close()
         await self.channels.close()
         await self.directory.close()
         await self._text.close()
@@ -315,6 +322,15 @@ class RouterApp:
             if self.scheduler.is_connected:
                 for key, counts in calls.trials.take(self.directory.trials).items():
                     self.scheduler.tell_trial(trial_counts(*key, counts))
+
+    async def _close_steps(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        self.calls.recent.samples.begin(due)
+        while True:
+            due += STEP_S
+            await asyncio.sleep(due - loop.time())
+            self.calls.close_step()
 
     async def _keep_token_keys(self) -> None:
         await self._token_keys.run()

@@ -38,6 +38,7 @@ class RouterConfig(ServiceSettings):
     default_max_tokens: int = setting(128, "output tokens of a request that names no limit", at_least=1)
     max_adapter_mb: int = setting(4096, "largest weight file that an adapter may have, in MiB", at_least=1)
     http_listen: str = setting("", "host:port of the OpenAI HTTP API; port 0: any free one; empty: none")
+    console: bool = setting(True, "pages for operators and tenants at /console of the HTTP API's address")
     operator_key_file: str = setting("", "file with an operator's key, made where there is none; empty: none")
     token_issuers: str = setting("", "YAML file of the issuers whose JSON web tokens are taken; empty: keys alone")
 

@@ -656,20 +656,24 @@ class TenantKv(_message.Message):
     def __init__(self, tenant_id: _Optional[str] = ..., device_bytes: _Optional[int] = ..., most_bytes: _Optional[int] = ...) -> None: ...
 
 class FlowStatus(_message.Message):
-    __slots__ = ("tenant_id", "qos_class", "queued", "running", "oldest_wait_s", "served_cost")
+    __slots__ = ("tenant_id", "qos_class", "queued", "running", "oldest_wait_s", "served_cost", "weight", "debt_cost")
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     QOS_CLASS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     OLDEST_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     SERVED_COST_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    DEBT_COST_FIELD_NUMBER: _ClassVar[int]
     tenant_id: str
     qos_class: _common_pb2.QosClass
     queued: int
     running: int
     oldest_wait_s: float
     served_cost: int
-    def __init__(self, tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., oldest_wait_s: _Optional[float] = ..., served_cost: _Optional[int] = ...) -> None: ...
+    weight: int
+    debt_cost: int
+    def __init__(self, tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., oldest_wait_s: _Optional[float] = ..., served_cost: _Optional[int] = ..., weight: _Optional[int] = ..., debt_cost: _Optional[int] = ...) -> None: ...
 
 class OverloadStatus(_message.Message):
     __slots__ = ("level", "rung", "classes", "tenants")
@@ -749,7 +753,7 @@ class QuotaStatus(_message.Message):
     def __init__(self, tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., requests: _Optional[int] = ..., leased_tokens: _Optional[int] = ..., settled_tokens: _Optional[int] = ..., level_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "address", "device", "connected", "draining", "sequence_slots", "running", "kv_blocks_total", "kv_blocks_free", "adapters_on_device", "adapters_on_host", "counters", "kept_out")
+    __slots__ = ("worker_id", "address", "device", "connected", "draining", "sequence_slots", "running", "kv_blocks_total", "kv_blocks_free", "adapters_on_device", "adapters_on_host", "counters", "kept_out", "kv_block_bytes", "device_adapter_bytes", "tenants")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -763,6 +767,9 @@ class WorkerStatus(_message.Message):
     ADAPTERS_ON_HOST_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     KEPT_OUT_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_ADAPTER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     address: str
     device: str
@@ -776,7 +783,20 @@ class WorkerStatus(_message.Message):
     adapters_on_host: int
     counters: _status_pb2.WorkerCounters
     kept_out: str
-    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., device: _Optional[str] = ..., connected: _Optional[bool] = ..., draining: _Optional[bool] = ..., sequence_slots: _Optional[int] = ..., running: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., adapters_on_device: _Optional[int] = ..., adapters_on_host: _Optional[int] = ..., counters: _Optional[_Union[_status_pb2.WorkerCounters, _Mapping]] = ..., kept_out: _Optional[str] = ...) -> None: ...
+    kv_block_bytes: int
+    device_adapter_bytes: int
+    tenants: _containers.RepeatedCompositeFieldContainer[WorkerTenant]
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., device: _Optional[str] = ..., connected: _Optional[bool] = ..., draining: _Optional[bool] = ..., sequence_slots: _Optional[int] = ..., running: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., adapters_on_device: _Optional[int] = ..., adapters_on_host: _Optional[int] = ..., counters: _Optional[_Union[_status_pb2.WorkerCounters, _Mapping]] = ..., kept_out: _Optional[str] = ..., kv_block_bytes: _Optional[int] = ..., device_adapter_bytes: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[WorkerTenant, _Mapping]]] = ...) -> None: ...
+
+class WorkerTenant(_message.Message):
+    __slots__ = ("tenant_id", "kv_bytes", "adapter_bytes")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    kv_bytes: int
+    adapter_bytes: int
+    def __init__(self, tenant_id: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., adapter_bytes: _Optional[int] = ...) -> None: ...
 
 class RouterStatus(_message.Message):
     __slots__ = ("router_id", "address", "answered")

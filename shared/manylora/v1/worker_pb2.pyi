@@ -75,8 +75,10 @@ class ExecuteResponse(_message.Message):
     def __init__(self, frame: _Optional[int] = ..., started: _Optional[_Union[ExecuteStarted, _Mapping]] = ..., tokens: _Optional[_Union[TokenChunk, _Mapping]] = ..., finished: _Optional[_Union[ExecuteFinished, _Mapping]] = ...) -> None: ...
 
 class ExecuteStarted(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: AdapterTier
+    def __init__(self, adapter: _Optional[_Union[AdapterTier, str]] = ...) -> None: ...
 
 class TokenChunk(_message.Message):
     __slots__ = ("choices", "prompt_logprobs")
@@ -103,7 +105,7 @@ class ChoiceTokens(_message.Message):
     def __init__(self, choice: _Optional[int] = ..., first_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
 
 class ExecuteFinished(_message.Message):
-    __slots__ = ("outcome", "message", "cached_prompt_tokens", "adapter_wait_ms", "prefill_ms", "decode_ms", "prompt_tokens", "output_tokens")
+    __slots__ = ("outcome", "message", "cached_prompt_tokens", "adapter_wait_ms", "prefill_ms", "decode_ms", "prompt_tokens", "output_tokens", "swaps", "evictions")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +114,8 @@ class ExecuteFinished(_message.Message):
     DECODE_MS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SWAPS_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
     outcome: _common_pb2.Outcome
     message: str
     cached_prompt_tokens: int
@@ -120,7 +124,9 @@ class ExecuteFinished(_message.Message):
     decode_ms: float
     prompt_tokens: int
     output_tokens: int
-    def __init__(self, outcome: _Optional[_Union[_common_pb2.Outcome, str]] = ..., message: _Optional[str] = ..., cached_prompt_tokens: _Optional[int] = ..., adapter_wait_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ...) -> None: ...
+    swaps: int
+    evictions: int
+    def __init__(self, outcome: _Optional[_Union[_common_pb2.Outcome, str]] = ..., message: _Optional[str] = ..., cached_prompt_tokens: _Optional[int] = ..., adapter_wait_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., swaps: _Optional[int] = ..., evictions: _Optional[int] = ...) -> None: ...
 
 class StopChoiceRequest(_message.Message):
     __slots__ = ("request_id", "choice")

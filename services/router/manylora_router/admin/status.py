@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
 
 from manylora.v1 import admin_pb2, common_pb2, scheduler_pb2, status_pb2
 from manylora_shared.errors import RpcError
@@ -16,13 +15,12 @@ from manylora_shared.transport.base import Transport
 
 from manylora_router.admin.service_levels import ServiceLevels
 from manylora_router.links.directory import Directory, Model
+from manylora_router.links.moments import Moments
 from manylora_router.links.scheduler_client import GET_STATUS
 from manylora_router.links.wire import rollout_status
 
 _LOG = logging.getLogger(__name__)
 _STATUS_TIMEOUT_S = 2.0
-MOMENT_S = 0.25  # for so long an answer stands
-T = TypeVar("T")
 
 
 class ClusterStatus:
@@ -30,12 +28,10 @@ class ClusterStatus:
         self._directory = directory
         self._transport = transport
         self._levels = levels
-        self._asked: dict[tuple[str, ...], asyncio.Task[Any]] = {}
+        self._moments = Moments()
 
-    async def close(self) -> None:
-        for task in list(self._asked.values()):
-            task.cancel()
-        self._asked.clear()
+    def close(self) -> None:
+        self._moments.close()
 
     async def told(
         self, tenant_id: str, metadata: Mapping[str, str], *, local_only: bool
@@ -49,22 +45,12 @@ class ClusterStatus:
             return self._levels.local(tenant_id)
 
         if local_only:
-            return await self._once(("local", tenant_id), local)
-        return await self._once(("cluster", tenant_id), lambda: self._of_cluster(tenant_id, metadata))
-
-    async def _once(self, what: tuple[str, ...], ask: Callable[[], Awaitable[T]]) -> T:
-        """What `ask` answers, or has answered a moment ago. It goes on where a caller leaves: others may wait too."""
-        task = self._asked.get(what)
-        if task is None:
-            self._asked[what] = task = asyncio.ensure_future(ask())
-            loop = asyncio.get_running_loop()
-            task.add_done_callback(lambda _: loop.call_later(MOMENT_S, self._asked.pop, what, None))
-        answer: T = await asyncio.shield(task)
-        return answer
+            return await self._moments.once(("local", tenant_id), local)
+        return await self._moments.once(("cluster", tenant_id), lambda: self._of_cluster(tenant_id, metadata))
 
     async def _of_cluster(self, tenant_id: str, metadata: Mapping[str, str]) -> admin_pb2.GetStatusResponse:
         answer, (levels, routers) = await asyncio.gather(
-            self._once(("scheduler",), self._scheduler_status), self._levels.of_cluster(tenant_id, metadata)
+            self._moments.once(("scheduler",), self._scheduler_status), self._levels.of_cluster(tenant_id, metadata)
         )
         if tenant_id:
             return self._of_tenant(tenant_id, answer, levels)
@@ -84,6 +70,7 @@ class ClusterStatus:
             if worker_id in reported:
                 status.CopyFrom(reported[worker_id])
             status.worker_id, status.address, status.device = worker_id, record.address, record.device
+            status.device_adapter_bytes = record.device_adapter_bytes
             workers.append(status)
         for worker_id, (record, reason) in sorted(directory.kept_out.items()):
             workers.append(
@@ -132,7 +119,7 @@ class ClusterStatus:
             sampling_defaults=_sampling_of(model),
             scheduler=admin_pb2.SchedulerStatus(
                 reachable=answer.scheduler.reachable,
-                flows=[flow for flow in answer.scheduler.flows if flow.tenant_id == tenant_id],
+                flows=[_without_debt(flow) for flow in answer.scheduler.flows if flow.tenant_id == tenant_id],
                 quotas=[quota for quota in answer.scheduler.quotas if quota.tenant_id == tenant_id],
                 overload=admin_pb2.OverloadStatus(
                     level=answer.scheduler.overload.level,
@@ -175,6 +162,14 @@ class ClusterStatus:
 
 def _sampling_of(model: Model | None) -> common_pb2.SamplingParams | None:
     return common_pb2.SamplingParams(**model.sampling_defaults) if model is not None else None
+
+
+def _without_debt(flow: admin_pb2.FlowStatus) -> admin_pb2.FlowStatus:
+    # it tells how far the others have come
+    told = admin_pb2.FlowStatus()
+    told.CopyFrom(flow)
+    told.debt_cost = 0
+    return told
 
 
 def _without_machines(adapters: status_pb2.TenantAdapters) -> status_pb2.TenantAdapters:

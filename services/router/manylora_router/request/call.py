@@ -27,6 +27,8 @@ from manylora_router.guard.feedback import Answer, Feedback
 from manylora_router.guard.permits import Fault, Guard, Permit
 from manylora_router.guard.resumes import Resumes
 from manylora_router.guard.trials import Outcome, Trials
+from manylora_router.history.lives import Life
+from manylora_router.history.recent import Recent
 from manylora_router.links.channels import WorkerChannels
 from manylora_router.links.directory import Directory
 from manylora_router.links.scheduler_client import SchedulerClient
@@ -35,6 +37,7 @@ from manylora_router.request.execution import Execution
 from manylora_router.request.frames import Frame
 from manylora_router.request.job import Job
 from manylora_router.request.reckoning import Reckonings
+from manylora_router.request.record import Record, tokens_in
 from manylora_router.text.service import TextService
 
 _LOG = logging.getLogger(__name__)
@@ -78,6 +81,18 @@ class Calls:
         self.text = text
         self.telemetry = telemetry
         self.rng = rng
+        self.recent = Recent()
+
+    def close_step(self) -> None:
+        """Of what is remembered; each STEP_S once."""
+        self.recent.close_step(self.lives(), asyncio.get_running_loop().time())
+
+    def lives(self) -> list[Life]:
+        """Of those that run now."""
+        records = [call.record for call in self.live.values() if call.record is not None]
+        for record in records:
+            record.look()
+        return [record.life for record in records]
 
     def open(self, request: RequestInput, tenant: str) -> Call:
         """`tenant` is empty where the caller may ask in nobody's name."""
@@ -119,10 +134,15 @@ class Call:
         self._permit: Permit | None = None
         self._execution: Execution | None = None
         self._held: list[Frame] = []
+        self.record: Record | None = None  # of a tenant that is known
 
     def __enter__(self) -> Self:
         self._calls.live[self.request_id] = self
         self._calls.counters.received += 1
+        if self._tenant in self._calls.directory.tenants:
+            qos_class = self._request.qos_class
+            life = Life(self.request_id, self._tenant, qos_class.value if qos_class else "", self.received_at)
+            self.record = Record(self._calls.recent, life)
         return self
 
     def __exit__(
@@ -137,7 +157,11 @@ class Call:
         if self._permit is not None:
             self._end_permit(self._permit, execution.fault if execution is not None else Fault.NO_VERDICT)
         self._try(error)
-        self._measure(error)
+        outcome = _outcome_of(error)
+        if self.record is not None:
+            now, is_rejected = asyncio.get_running_loop().time(), self._is_rejected(error)
+            self.record.ended(outcome, now, is_completed=error is None, is_rejected=is_rejected)
+        self._measure(outcome, is_rejected=self._is_rejected(error))
         self._account(error if error is None or isinstance(error, Exception) else Cancelled("the caller went away"))
         self.span.end()
 
@@ -158,6 +182,8 @@ class Call:
             telemetry=calls.telemetry,
             rng=calls.rng,
         )
+        if self.record is not None:
+            self.record.begun(self._execution, asyncio.get_running_loop().time())
 
     async def advance(self) -> list[Frame]:
         """Empty: it has completed. Raises the request's error, after its last frames."""
@@ -213,9 +239,11 @@ class Call:
         self._permit = again
 
     def _time(self, frames: Sequence[Frame], execution: Execution) -> None:
-        tokens = sum(len(frame.delta.token_ids) for frame in frames if frame.delta is not None)
-        if tokens and self._calls.metrics.has_readers:
-            job, before, self._told_at = execution.job, self._told_at, asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time()
+        if self.record is not None:
+            self.record.told(frames, now)
+        if self._calls.metrics.has_readers and (tokens := tokens_in(frames)):
+            job, before, self._told_at = execution.job, self._told_at, now
             if before:
                 each_s = (self._told_at - before) * job.n / tokens
                 self._calls.metrics.tokens_came((job.tenant_id, job.qos_class), each_s)
@@ -228,7 +256,7 @@ class Call:
             _LOG.warning("a prompt is quarantined: workers failed again and again while they ran it", extra=more)
 
     def _count(self, error: BaseException | None) -> None:
-        counters, execution = self._calls.counters, self._execution
+        counters = self._calls.counters
         if error is None:
             counters.completed += 1
             self.span.ok()
@@ -236,7 +264,7 @@ class Call:
             counters.cancelled += 1
             self.span.fail_with(asyncio.CancelledError())
         else:
-            if isinstance(error, ManyloraError) and (execution is None or not execution.was_queued):
+            if self._is_rejected(error):
                 counters.rejected += 1
             else:
                 counters.failed += 1
@@ -281,23 +309,20 @@ class Call:
             calls.trials.ended(tenant, adapter, outcome)
             calls.metrics.tried(tenant, adapter, outcome)
 
-    def _measure(self, error: BaseException | None) -> None:
+    def _is_rejected(self, error: BaseException | None) -> bool:
+        was_queued = self._execution is not None and self._execution.was_queued
+        return isinstance(error, ManyloraError) and not was_queued
+
+    def _measure(self, outcome: str, *, is_rejected: bool) -> None:
         calls, execution = self._calls, self._execution
         if not calls.metrics.has_readers:
             return
-        if error is None:
-            outcome = COMPLETED
-        else:
-            outcome = error.label if isinstance(error, ManyloraError) else Cancelled.label
-            if isinstance(error, Exception) and not isinstance(error, ManyloraError):
-                outcome = InternalError.label
-        was_queued = execution is not None and execution.was_queued
         now = asyncio.get_running_loop().time()
         ended = EndedRequest(
             tenant=self._tenant if self._tenant in calls.directory.tenants else "",
             qos_class=self._request.qos_class,
             outcome=outcome,
-            is_rejected=isinstance(error, ManyloraError) and not was_queued,
+            is_rejected=is_rejected,
             total_s=now - self.received_at,
             genai=self._genai,
             traceparent=self.span.traceparent,
@@ -356,6 +381,19 @@ class Call:
             Attribute.GENAI_OUTPUT_TOKENS: execution.completion_tokens,
             Attribute.GENAI_CACHED_TOKENS: execution.cached_prompt_tokens,
         }
+
+
+def _outcome_of(error: BaseException | None) -> str:
+    """COMPLETED or an error's label."""
+    match error:
+        case None:
+            return COMPLETED
+        case ManyloraError():
+            return error.label
+        case Exception():
+            return InternalError.label
+        case _:
+            return Cancelled.label
 
 
 def _log(changes: Sequence[Change]) -> None:

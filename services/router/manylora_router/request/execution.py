@@ -50,6 +50,7 @@ MAX_LOSSES = 4  # of workers that ran it
 MAX_FRUITLESS = 5  # workers in a row that gave it up before they drew a token
 _MIN_RETRY_S = 0.02
 _MAX_RETRY_S = 0.5
+_FOUND = {worker_pb2.ADAPTER_TIER_DEVICE: "device", worker_pb2.ADAPTER_TIER_HOST: "host"}
 _FIGURES_TIMEOUT_S = 1.0  # after the last stop string, for the worker's end: a round trip and the rest of a step
 
 
@@ -112,6 +113,10 @@ class Execution:
         self._stream: WorkerStream | None = None
         self._is_queued = False
         self.worker_id = ""  # that has begun it, and after the end
+        self.attempts = 0
+        self.granted_at: float | None = None  # for the worker that began it first; by the event loop's clock
+        self.started_at: float | None = None
+        self.adapter_found = ""  # where its adapter's weights were when the worker had it: device, host, store
         self._is_worker_gone = False
 
     @property
@@ -164,6 +169,11 @@ class Execution:
     def is_cut(self) -> bool:
         """A choice ended at its length."""
         return any(end.finish_reason == common_pb2.FINISH_REASON_LENGTH for end in self._choices.ends())
+
+    @property
+    def word(self) -> worker_pb2.ExecuteFinished:
+        """The worker's last one; empty until then."""
+        return self._measured.worker
 
     @property
     def queue_ms(self) -> float:
@@ -246,14 +256,18 @@ class Execution:
         attempt = 0
         while True:
             attempt += 1
+            self.attempts += 1
             grant = await self._wait_for_grant(attempt)
             self._grant = grant
+            self._note_grant()
             self.job = self.job.as_granted(grant)
             self._measured.queue_ms += grant.queue_ms
             self._stream = WorkerStream(self.job, grant, attempt, channels=self._channels, telemetry=self._telemetry)
             try:
                 first = await self._stream.read()
                 self.worker_id = grant.worker_id
+                if self.started_at is None:
+                    self.started_at = asyncio.get_running_loop().time()
                 return first
             except RpcError as e:
                 if e.code not in NOT_REACHED:
@@ -279,6 +293,10 @@ class Execution:
                 pause_s = min(_MIN_RETRY_S * 2**attempt, _MAX_RETRY_S)
                 async with Deadline(self.job.deadline):
                     await asyncio.sleep(pause_s * (0.5 + self._rng.random()))
+
+    def _note_grant(self) -> None:
+        if self.started_at is None:
+            self.granted_at = asyncio.get_running_loop().time()
 
     async def _wait_for_grant(self, attempt: int) -> Grant:
         job = self.job
@@ -337,6 +355,8 @@ class Execution:
                 if self._has_started:
                     return []
                 self._has_started = True
+                if self.job.adapter is not None:
+                    self.adapter_found = _FOUND.get(message.started.adapter, "store")
                 return [Frame(started=self._started())]
             case "finished":
                 return self._on_finished(message.finished)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from manylora_shared.fairness.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 from manylora_shared.fairness.fair_queue import FairQueue
+from manylora_shared.fairness.seam import TAG_SCALE
 from manylora_shared.ids import RequestId, TenantId
 
 from manylora_scheduler.core.events import WorkerReported
@@ -22,6 +23,8 @@ class FlowView:
     running: int
     oldest_wait_s: float
     served_cost: int
+    weight: int
+    debt_cost: int
 
 
 class CoreView:
@@ -87,6 +90,8 @@ class CoreView:
                 running=queue.running_in(flow),
                 oldest_wait_s=now - oldest.get(flow, now),
                 served_cost=self._flows.served_cost(flow),
+                weight=queue.weight_of(flow),
+                debt_cost=max(0, queue.tag_of(flow) - queue.virtual_time) * queue.weight_of(flow) // TAG_SCALE,
             )
             for flow in queue.flows()
         ]

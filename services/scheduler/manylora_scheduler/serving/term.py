@@ -50,7 +50,7 @@ from manylora_scheduler.serving.clock_keeper import ClockKeeper
 from manylora_scheduler.serving.metrics import TermMetrics
 from manylora_scheduler.serving.router_line import RouterLine
 from manylora_scheduler.serving.spans import QueueSpans
-from manylora_scheduler.serving.told import adapter_sums, sums
+from manylora_scheduler.serving.told import Told, adapter_sums, sums
 from manylora_scheduler.serving.wire import (
     flow_status,
     grant_message,
@@ -317,11 +317,12 @@ class Term:
         )
 
     def worker_statuses(self) -> list[admin_pb2.WorkerStatus]:
-        told = {worker_id: line.told for worker_id, line in self._workers.items() if line.told is not None}
-        return [
-            worker_status(view, told[view.worker_id].counters if view.worker_id in told else None)
-            for view in self.core.workers
-        ]
+        found = []
+        for view in self.core.workers:
+            line = self._workers.get(view.worker_id)
+            told = line.told if line is not None and line.told is not None else Told()
+            found.append(worker_status(view, told, self.overload.kv_blocks(view.worker_id)))
+        return found
 
     # ---- the inside
 

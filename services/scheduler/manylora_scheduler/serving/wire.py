@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Iterable, Mapping
 
-from manylora.v1 import admin_pb2, scheduler_pb2, status_pb2, worker_pb2
+from manylora.v1 import admin_pb2, scheduler_pb2, worker_pb2
 from manylora_shared.errors import InvalidRequest, QuotaBreach
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, is_uid, name_problem
 from manylora_shared.tenancy.overload import OverloadView, rung_of
@@ -33,9 +33,11 @@ from manylora_scheduler.core.worker_view import WorkerView
 from manylora_scheduler.gates.neighbours import Noisy
 from manylora_scheduler.gates.overload import OverloadState
 from manylora_scheduler.gates.quota import QuotaView
+from manylora_scheduler.serving.told import Told
 
 MAX_ID_LENGTH = 256
 MAX_SEQUENCES = 1024
+MAX_WORKER_TENANTS = 32  # by name in a worker's status
 _KEPT_FLOWS = 16_384  # each report names the same ones again
 
 _RESIDENCIES = {
@@ -269,6 +271,8 @@ def flow_status(view: FlowView) -> admin_pb2.FlowStatus:
         running=view.running,
         oldest_wait_s=view.oldest_wait_s,
         served_cost=view.served_cost,
+        weight=view.weight,
+        debt_cost=view.debt_cost,
     )
 
 
@@ -286,7 +290,8 @@ def kv_statuses(workers: Iterable[tuple[Mapping[TenantId, int], int]]) -> list[a
     return [found[tenant_id] for tenant_id in sorted(found)]
 
 
-def worker_status(view: WorkerView, counters: status_pb2.WorkerCounters | None) -> admin_pb2.WorkerStatus:
+def worker_status(view: WorkerView, told: Told, kv_blocks: Mapping[TenantId, int]) -> admin_pb2.WorkerStatus:
+    """kv_blocks: by tenant."""
     tiers = list(view.adapters.values())
     return admin_pb2.WorkerStatus(
         worker_id=view.worker_id,
@@ -300,5 +305,24 @@ def worker_status(view: WorkerView, counters: status_pb2.WorkerCounters | None) 
         kv_blocks_free=view.kv_blocks_free,
         adapters_on_device=tiers.count(Residency.DEVICE),
         adapters_on_host=len(tiers),
-        counters=counters,
+        counters=told.counters,
+        kv_block_bytes=told.kv_block_bytes,
+        tenants=_worker_tenants(told, kv_blocks),
     )
+
+
+def _worker_tenants(told: Told, kv_blocks: Mapping[TenantId, int]) -> list[admin_pb2.WorkerTenant]:
+    found = [
+        admin_pb2.WorkerTenant(
+            tenant_id=tenant_id,
+            kv_bytes=kv_blocks.get(TenantId(tenant_id), 0) * told.kv_block_bytes,
+            adapter_bytes=told.adapters[tenant_id].device_bytes if tenant_id in told.adapters else 0,
+        )
+        for tenant_id in kv_blocks.keys() | told.adapters.keys()
+    ]
+    found.sort(key=lambda each: (-each.kv_bytes - each.adapter_bytes, each.tenant_id))
+    others = found[MAX_WORKER_TENANTS:]
+    if others:
+        kv_bytes, adapter_bytes = sum(each.kv_bytes for each in others), sum(each.adapter_bytes for each in others)
+        found[MAX_WORKER_TENANTS:] = [admin_pb2.WorkerTenant(kv_bytes=kv_bytes, adapter_bytes=adapter_bytes)]
+    return found

@@ -25,7 +25,7 @@ from manylora_worker.serving.adapter_trial import AdapterTrial
 from manylora_worker.serving.control import ControlSession
 from manylora_worker.serving.metrics import WorkerMetrics
 from manylora_worker.serving.spans import ExecuteSpans
-from manylora_worker.serving.wire import engine_request, execute_finished, tokens_frame
+from manylora_worker.serving.wire import TIERS, engine_request, execute_finished, tokens_frame
 from manylora_worker.weights.adapter_check import AdapterValidator
 
 _MAX_FLUSH_S = 0.15  # however many streams there are, each gets seven frames a second
@@ -145,8 +145,10 @@ class WorkerServicer:
             self._executing[request.request_id] = None
             try:
                 self._metrics.comes(request, call.metadata.get(ADAPTER_KEY, ""))
+                found = self._runtime.view.adapters.get(request.adapter_uid) if request.adapter_uid else None
                 await stream.has_something(_STARTED_S)
-                yield worker_pb2.ExecuteResponse(frame=0, started=worker_pb2.ExecuteStarted())
+                started = worker_pb2.ExecuteStarted(adapter=TIERS[found] if found is not None else None)
+                yield worker_pb2.ExecuteResponse(frame=0, started=started)
                 frame = 1
                 end: StreamEnd | None = None
                 while end is None:

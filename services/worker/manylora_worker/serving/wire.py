@@ -164,4 +164,6 @@ def execute_finished(end: StreamEnd) -> worker_pb2.ExecuteFinished:
         finished.adapter_wait_ms = end.request_end.adapter_wait_s * 1e3
         finished.prefill_ms = end.request_end.prefill_s * 1e3
         finished.decode_ms = end.request_end.decode_s * 1e3
+        finished.swaps = end.request_end.num_swaps
+        finished.evictions = end.request_end.num_evictions
     return finished

@@ -34,6 +34,7 @@ from manylora_router.front.http.api.completions import complete
 from manylora_router.front.http.api.messages import AnthropicErrors, count_tokens, create
 from manylora_router.front.http.api.responses import respond
 from manylora_router.front.http.bodies import BodyRoom
+from manylora_router.front.http.console import data, files
 from manylora_router.front.http.exchange import Exchange, Gone, Message, Receive, Send
 
 Handler = Callable[[Exchange, Door], Awaitable[None]]
@@ -46,6 +47,7 @@ _OPEN: Mapping[str, Mapping[str, Handler]] = {  # to everybody
     "/version": {"GET": version},
     openapi.PATH: {"GET": openapi.describe},
 }
+_FILE: Mapping[str, Handler] = {"GET": files.file}
 _GUARDED: Mapping[str, Mapping[str, Handler]] = {
     "/v1/completions": {"POST": complete},
     "/v1/chat/completions": {"POST": chat},
@@ -64,6 +66,16 @@ _GUARDED: Mapping[str, Mapping[str, Handler]] = {
 _ADMIN: Mapping[str, Mapping[str, Handler]] = {  # AdminService says whose keys may
     "/v1/load_lora_adapter": {"POST": load},
     "/v1/unload_lora_adapter": {"POST": unload},
+}
+
+
+_CONSOLE: Mapping[str, Mapping[str, Handler]] = {  # AdminService says whose keys may, and what they see
+    f"{data.PREFIX}me": {"GET": data.me},
+    f"{data.PREFIX}status": {"GET": data.status},
+    f"{data.PREFIX}history": {"GET": data.history},
+    f"{data.PREFIX}adapters": {"GET": data.adapters},
+    f"{data.PREFIX}requests": {"GET": data.requests},
+    data.REQUEST: {"GET": data.one_request},
 }
 
 
@@ -103,9 +115,9 @@ class Routes:
     async def _answer(self, exchange: Exchange, method: str) -> None:
         if exchange.path.startswith("/v1/messages"):
             exchange.form = AnthropicErrors()
-        path = _MODEL if exchange.path.startswith(_MODEL) else exchange.path
+        path = next((prefix for prefix in (_MODEL, data.REQUEST) if exchange.path.startswith(prefix)), exchange.path)
         with ExitStack() as held:
-            handlers = _OPEN.get(path)
+            handlers = _OPEN.get(path) if not files.is_file(path) else _FILE
             if handlers is None:
                 handlers = self._guarded(exchange, path)
                 held.enter_context(self._door.places.held(account_of(exchange.tenant)))
@@ -124,7 +136,7 @@ class Routes:
         exchange.vouch(account_of(own_tenant(principal)))
         if (handlers := _GUARDED.get(path)) is not None:
             exchange.tenant = self._door.intake.tenant_of(asked.nameless(caller))
-        elif (handlers := _ADMIN.get(path)) is not None:
+        elif (handlers := _ADMIN.get(path, _CONSOLE.get(path))) is not None:
             exchange.tenant = own_tenant(principal)
         elif (handlers := _OPERATORS.get(path)) is not None:
             principal.require(Scope.OPERATOR)

@@ -25,6 +25,7 @@ from manylora_router.front.http.fields import Fields
 from manylora_router.front.intake import Intake
 from manylora_router.guard.admission import RequestInput
 from manylora_router.links.callers import Callers
+from manylora_router.links.moments import Moments
 from manylora_router.request.call import Calls
 from manylora_router.request.frames import ChoiceEnd, Delta, Finished, Frame, Started
 from manylora_router.text.service import TextService
@@ -55,6 +56,8 @@ class Door:
     places: Places
     getrandbits: Callable[[int], int]
     now_unix_s: Callable[[], float]
+    router_id: str
+    console: Moments | None  # what its pages ask; None: there is none
 
     async def read(self, exchange: Exchange, qos_class: QosClass | None = None) -> Fields:
         """The body's fields."""

@@ -28,7 +28,7 @@ class AlreadyLoaded(AlreadyExists):
 
 
 @dataclass(frozen=True)
-class _Call:
+class AdminCall:
     """Of transport.base.ServerCall."""
 
     metadata: Mapping[str, str]
@@ -57,7 +57,7 @@ async def load(exchange: Exchange, door: Door) -> None:
         yield admin_pb2.AddAdapterRequest(header=header)
 
     try:
-        await door.admin["AddAdapter"](requests(), _call(exchange, caller))
+        await door.admin["AddAdapter"](requests(), admin_call(exchange, caller))
     except AlreadyExists:
         raise AlreadyLoaded(f"The lora adapter '{name}' has already been loaded.") from None
     await _say(exchange, f"Success: LoRA adapter '{name}' added successfully.")
@@ -72,7 +72,7 @@ async def unload(exchange: Exchange, door: Door) -> None:
     exchange.names = _NAMES
     caller = asked.caller_of(exchange.headers)
     request = admin_pb2.RemoveAdapterRequest(tenant_id=caller.tenant, name=name)
-    await door.admin["RemoveAdapter"](request, _call(exchange, caller))
+    await door.admin["RemoveAdapter"](request, admin_call(exchange, caller))
     await _say(exchange, f"Success: LoRA adapter '{name}' removed successfully.")
 
 
@@ -83,8 +83,8 @@ def _required(fields: Fields, name: str) -> str:
     return value
 
 
-def _call(exchange: Exchange, caller: asked.Caller) -> _Call:
-    return _Call({**exchange.headers, "authorization": caller.authorization}, exchange.peer)
+def admin_call(exchange: Exchange, caller: asked.Caller) -> AdminCall:
+    return AdminCall({**exchange.headers, "authorization": caller.authorization}, exchange.peer)
 
 
 async def _say(exchange: Exchange, words: str) -> None:
