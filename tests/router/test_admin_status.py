@@ -103,6 +103,6 @@ def test_who_asks_in_the_same_moment_shares_one_look_at_the_cluster() -> None:
             assert asked == moment
             assert local == 6 * moment, "once for each of those who see other things, in two ways"
             await asyncio.sleep(2 * MOMENT_S)
-        assert not cluster.app._status._moments.asked
+        assert not cluster.app._status.moments.asked
 
     simulate(test)

@@ -135,7 +135,7 @@ async def test_who_looks_in_the_same_moment_shares_one_answer() -> None:
         assert asked <= 2
         assert all(answer["base_model"] == "tiny" for answer in answers)
         await asyncio.sleep(1.0)
-        assert not front.cluster.app._moments.asked
+        assert not front.cluster.app._status.moments.asked
 
 
 async def test_names_are_told_as_they_are_and_as_json_alone() -> None:

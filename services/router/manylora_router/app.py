@@ -49,7 +49,6 @@ from manylora_router.history.samples import STEP_S
 from manylora_router.links.callers import Callers
 from manylora_router.links.channels import WorkerChannels
 from manylora_router.links.directory import Directory
-from manylora_router.links.moments import Moments
 from manylora_router.links.other_routers import OtherRouters
 from manylora_router.links.scheduler_client import SchedulerClient
 from manylora_router.links.token_keys import TokenKeys, load_issuers
@@ -137,7 +136,6 @@ class RouterApp:
         levels = self._service_levels()
         self._status = ClusterStatus(directory=self.directory, transport=peers, levels=levels)
         self.admin = self._admin(levels, peers)
-        self._moments = Moments()
         self._http = HttpServer(Routes(self.door), tls) if config.http_listen else None
         self._lease = LeaseSession(store, ttl_s=config.lease_ttl_s)
 
@@ -189,7 +187,7 @@ class RouterApp:
             getrandbits=self._rng.getrandbits,
             now_unix_s=self._clock.now_unix_s,
             router_id=self.router_id,
-            console=self._moments if self.config.console else None,
+            console=self._status.moments if self.config.console else None,
         )
 
     @property
@@ -275,7 +273,6 @@ class RouterApp:
             task.cancel()
         ended = await asyncio.gather(*self._tasks, return_exceptions=True)
         self._status.close()
-        self._moments.close()
         await self.channels.close()
         await self.directory.close()
         await self._text.close()

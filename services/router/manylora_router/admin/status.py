@@ -28,10 +28,10 @@ class ClusterStatus:
         self._directory = directory
         self._transport = transport
         self._levels = levels
-        self._moments = Moments()
+        self.moments = Moments()
 
     def close(self) -> None:
-        self._moments.close()
+        self.moments.close()
 
     async def told(
         self, tenant_id: str, metadata: Mapping[str, str], *, local_only: bool
@@ -45,12 +45,12 @@ class ClusterStatus:
             return self._levels.local(tenant_id)
 
         if local_only:
-            return await self._moments.once(("local", tenant_id), local)
-        return await self._moments.once(("cluster", tenant_id), lambda: self._of_cluster(tenant_id, metadata))
+            return await self.moments.once(("local", tenant_id), local)
+        return await self.moments.once(("cluster", tenant_id), lambda: self._of_cluster(tenant_id, metadata))
 
     async def _of_cluster(self, tenant_id: str, metadata: Mapping[str, str]) -> admin_pb2.GetStatusResponse:
         answer, (levels, routers) = await asyncio.gather(
-            self._moments.once(("scheduler",), self._scheduler_status), self._levels.of_cluster(tenant_id, metadata)
+            self.moments.once(("scheduler",), self._scheduler_status), self._levels.of_cluster(tenant_id, metadata)
         )
         if tenant_id:
             return self._of_tenant(tenant_id, answer, levels)

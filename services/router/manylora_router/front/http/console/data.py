@@ -50,7 +50,7 @@ class _Asked:
         async def body() -> bytes:
             return encoded(await document())
 
-        body_of_moment = await self._moments.once((what, self.tenant), body)
+        body_of_moment = await self._moments.once(("console", what, self.tenant), body)
         await self._exchange.answer_bytes(body_of_moment, "application/json", headers=_HEADERS)
 
 
