@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import ssl
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from manylora.local import certs
 from manylora_shared.errors import Code, RpcError
+from manylora_shared.transport import grpc_transport
 from manylora_shared.transport.base import Channel
 from manylora_shared.transport.grpc_transport import GrpcTransport
 from manylora_shared.transport.tls import Tls, TlsError, TlsFiles
@@ -49,6 +51,26 @@ async def test_who_trusts_the_authority_is_served_and_nobody_else(tmp_path: Path
     assert await asked(server.address, trusting(files)) is Code.OK
     assert await asked(server.address, trusting(foreign)) is Code.UNAVAILABLE
     assert await asked(server.address, None) is Code.UNAVAILABLE
+    await server.stop(0)
+
+
+async def test_a_handshake_that_does_not_go_on_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    brief = [(name, 300 if "handshake" in name else value) for name, value in grpc_transport._SERVER]
+    assert dict(brief) != dict(grpc_transport._SERVER)
+    monkeypatch.setattr(grpc_transport, "_SERVER", tuple(brief))
+    files = made(tmp_path)
+    server = await GrpcTransport(tls=Tls(files), acceptors=2).serve("127.0.0.1:0", [echo_service()])
+    host, _, port = server.address.rpartition(":")
+    for sent in (b"", b"\x16\x03\x01\x02\x00\x01", b"PRI * HTTP/2.0\r\n"):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(sent)
+        assert await asked(server.address, trusting(files)) is Code.OK
+        async with asyncio.timeout(5.0):
+            with contextlib.suppress(ConnectionResetError):
+                await reader.read()
+            writer.close()
+            with contextlib.suppress(ConnectionResetError):
+                await writer.wait_closed()
     await server.stop(0)
 
 

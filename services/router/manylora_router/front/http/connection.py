@@ -8,7 +8,7 @@ import asyncio
 import json
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from manylora_shared.errors import InvalidRequest, Overloaded
 from manylora_shared.transport.connections import MAX_STRANGERS, STRANGER, SWEEP_S, fair_level
@@ -90,12 +90,16 @@ class LimitedProtocol(HttpToolsProtocol):
             # Nobody reads the rest of this body, but who sends it is to read the answer.
             self._expire_in(LINGER_S)
 
+    def cut(self) -> None:
+        self.transport.abort()
+
     def vouch(self, owner: str) -> None:
         self.owner = owner
 
     def send_400_response(self, msg: str) -> None:
         """In OpenAI's form, with a word to those who speak another protocol."""
-        refusal = InvalidRequest(f"{msg}: this port takes HTTP/1.1 without TLS; gRPC has a port of its own")
+        takes = "HTTP/1.1" if self.scheme == "https" else "HTTP/1.1 without TLS"
+        refusal = InvalidRequest(f"{msg}: this port takes {takes}; gRPC has a port of its own")
         body = json.dumps(ErrorForm().document(refusal, {})).encode()
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
@@ -117,11 +121,18 @@ class LimitedProtocol(HttpToolsProtocol):
             self._expiry = None
 
 
+class Connection(Protocol):
+    owner: str
+    made_at: float
+
+    def cut(self) -> None: ...
+
+
 def beyond(
-    connections: Iterable[LimitedProtocol], capacity: int, now: float, *, max_strangers: int = MAX_STRANGERS
-) -> list[LimitedProtocol]:
+    connections: Iterable[Connection], capacity: int, now: float, *, max_strangers: int = MAX_STRANGERS
+) -> list[Connection]:
     """Those to cut off. Of strangers the oldest go, that had the time to show a key; of a key's the newest."""
-    held: defaultdict[str, list[LimitedProtocol]] = defaultdict(list)
+    held: defaultdict[str, list[Connection]] = defaultdict(list)
     for each in sorted(connections, key=lambda each: each.made_at):
         held[each.owner].append(each)
     strangers = held.pop(STRANGER, [])

@@ -20,6 +20,7 @@ from manylora_shared.transport.tls import Tls
 from manylora_router.front.http import connection
 from manylora_router.front.http.connection import LimitedProtocol
 from manylora_router.front.http.exchange import SLOW_READER_S
+from manylora_router.front.http.handshakes import Handshakes
 from manylora_router.front.http.routes import Routes
 
 _LOG = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ class HttpServer:
         self._tls = tls
         self._capacity = min(connection.MAX_CONNECTIONS, room() // 2)
         self._places = Places(self._capacity, kept=min(connection.KEPT_CONNECTIONS, self._capacity // 2))
+        self._handshakes: Handshakes | None = None
+        self._handshaking: asyncio.Task[None] | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -53,7 +56,6 @@ class HttpServer:
         """Port 0: any free one. Raises OSError where the address cannot be bound."""
         bound = _bind(listen)
         self.address = join_address(parse_address(listen)[0], bound.getsockname()[1])
-        context = self._tls.server_context() if self._tls is not None else None
         config = uvicorn.Config(
             self._routes,
             http=functools.partial(LimitedProtocol, places=self._places),  # type: ignore[arg-type]
@@ -66,15 +68,28 @@ class HttpServer:
             proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
             backlog=_BACKLOG,
-            ssl_context_factory=(lambda config, default: context) if context is not None else None,
         )
         self._server = _Server(config)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[bound]), name="http")
+        sockets = [bound]
+        if self._tls is not None:
+            bound.listen(_BACKLOG)
+            sockets = []
+        self._serving = asyncio.create_task(self._server.serve(sockets=sockets), name="http")
         while not self._server.started:
             if self._serving.done():
                 self._serving.result()
                 raise OSError(f"the HTTP server on {listen} ended before it served")
             await asyncio.sleep(0.001)
+        if self._tls is not None:
+            make_protocol = functools.partial(
+                LimitedProtocol,
+                config=config,
+                server_state=self._server.server_state,
+                app_state={},
+                places=self._places,
+            )
+            self._handshakes = Handshakes(bound, self._tls.server_context(), make_protocol, self._places)
+            self._handshaking = asyncio.create_task(self._handshakes.serve(), name="https")
         self._keeping = asyncio.create_task(self._keep(self._server.server_state.connections), name="http connections")
 
     async def _keep(self, connections: Set[Any]) -> None:
@@ -82,9 +97,9 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(SWEEP_S)
-            found = connection.beyond(connections, self._capacity, loop.time())
+            found = connection.beyond([*connections, *(self._handshakes or ())], self._capacity, loop.time())
             for each in found:
-                each.transport.abort()
+                each.cut()
             if found:
                 _LOG.warning("too many HTTP connections: %d are cut off", len(found))
 
@@ -92,15 +107,17 @@ class HttpServer:
         """Waits until it ends, which only a bug makes it do, and raises why."""
         assert self._serving is not None, "start comes first"
         assert self._keeping is not None
-        await first_of(asyncio.shield(self._serving), asyncio.shield(self._keeping))
+        tasks = [self._serving, self._keeping, self._handshaking]
+        await first_of(*(asyncio.shield(task) for task in tasks if task is not None))
 
     async def stop(self, grace_s: float) -> None:
         """Takes no more connections, and cancels what runs after the grace."""
         if self._server is None or self._serving is None:
             return
         server = self._server
-        if self._keeping is not None:
-            self._keeping.cancel()
+        for task in (self._keeping, self._handshaking):
+            if task is not None:
+                task.cancel()
         for listener in server.servers:
             listener.close()
         server.should_exit = True
