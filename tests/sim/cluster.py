@@ -427,6 +427,7 @@ class Cluster:
             telemetry=Telemetry.disabled(),
             rng=self._draw(),
             peer_secret=SIMULATED,
+            clock=self.clock,
             overload=self._overload,
         )
         await app.start()
