@@ -26,14 +26,17 @@ def a_run(tenants: dict[str, dict[str, Any]]) -> Run:
     return run
 
 
+def count(run: Run, sample: Sample) -> None:
+    run.tallies[sample.planned.tenant.name].add(sample)
+    run.total.add(sample)
+
+
 def test_a_document_has_every_number_and_is_json() -> None:
     run = a_run({"a": {"weight": 3}, "b": {}, "idle": {"weight": 4}})
     a, b, _ = run.mix.tenants
     for tenant, tokens in ((a, 30), (a, 30), (b, 20)):
-        run.tallies[tenant.name].sent += 1
-        run.tallies[tenant.name].add(ended(tenant, tokens))
-    run.tallies["b"].sent += 1
-    run.tallies["b"].add(ended(b, 0, "429 overloaded"))
+        count(run, ended(tenant, tokens))
+    count(run, ended(b, 0, "429 overloaded"))
     found = json.loads(json.dumps(document(run, "http://x")))
     assert found["tenants"]["a"]["ttft_ms"]["p50"] == pytest.approx(100, rel=0.01)
     assert found["tenants"]["a"]["output_tokens_per_s"] == 30
@@ -63,7 +66,7 @@ def test_what_makes_numbers_doubtful_is_said() -> None:
     run.late.add(0.5)
     untold = ended(run.mix.tenants[0], 3)
     untold.output_tokens = None
-    run.tallies["a"].add(untold)
+    count(run, untold)
     busy, late, events = remarks(document(run, "http://x"))
     assert "97 % of a core" in busy
     assert "late" in late

@@ -12,7 +12,6 @@ import pytest
 from manylora.load.endpoint import Endpoint
 from manylora.load.planning.mix import mix_of
 from manylora.load.run import UNFINISHED, Run
-from manylora.load.tally import total_of
 
 from tests.load.openai_server import OpenAiServer
 
@@ -34,7 +33,7 @@ async def test_all_that_is_planned_is_sent_and_counted(server: OpenAiServer) -> 
     tenants = {"a": TENANT, "b": {**TENANT, "arrivals": {"kind": "closed", "streams": 3}}}
     async with a_run(server, tenants=tenants, arrivals={"rate": 60}, duration_s=0.7, warmup_s=0.2) as run:
         await run.run()
-    total = total_of(list(run.tallies.values()))
+    total = run.total
     assert not total.errors
     assert run.running == 0
     assert total.completed == total.sent > 20
@@ -66,10 +65,16 @@ async def test_a_stall_is_in_the_times_of_all_that_were_due_in_it(server: OpenAi
     assert max_running > 2 or run.late.percentile(99) > 0.3
 
 
-async def test_requests_bound_a_closed_loop(server: OpenAiServer) -> None:
-    async with a_run(server, arrivals={"kind": "closed", "streams": 4, "think_s": 0.001}, requests=10) as run:
+async def test_requests_bound_closed_and_open_loops_together(server: OpenAiServer) -> None:
+    closed = {"kind": "closed", "streams": 4, "think_s": 0.001}
+    async with a_run(server, arrivals=closed, requests=10) as run:
         await run.run()
     assert run.tallies["a"].completed == len(server.asked) == 10
+    tenants = {"a": TENANT, "b": {**TENANT, "arrivals": {"rate": 1000}}}
+    async with a_run(server, tenants=tenants, arrivals=closed, requests=10) as both:
+        await both.run()
+    assert both.total.completed == 10
+    assert min(tally.completed for tally in both.tallies.values()) > 0
     assert not run.late.count
 
 

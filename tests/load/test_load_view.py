@@ -13,10 +13,10 @@ from rich.console import Console
 def a_run() -> Run:
     document = {"duration_s": 9, "arrivals": {"rate": 1}, "tenants": {"acme": {}, "t{n}": {"count": 30}}}
     run = Run(mix_of(document, lambda name: ()), None)  # type: ignore[arg-type]
-    acme = run.tallies["acme"]
-    acme.completed, acme.output_tokens = 12, 340
-    acme.ttft.add(0.05)
-    acme.errors["429 overloaded"] += 2
+    for tally in (run.tallies["acme"], run.total):
+        tally.completed, tally.output_tokens = 12, 340
+        tally.ttft.add(0.05)
+        tally.errors["429 overloaded"] += 2
     return run
 
 

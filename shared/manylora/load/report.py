@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from manylora.load.run import Run
-from manylora.load.tally import Histogram, Tally, jain, total_of
+from manylora.load.tally import Histogram, Tally, jain
 
 PERCENTS = (50, 90, 95, 99)
 LATE_MS = 10.0
@@ -19,8 +19,7 @@ def document(run: Run, url: str) -> dict[str, Any]:
     and what it was entitled to; `fairness` is Jain's index of tokens by weight, and says something where all of them
     wanted more than they got.
     """
-    mix, tallies = run.mix, run.tallies
-    total = total_of(list(tallies.values()))
+    mix, tallies, total = run.mix, run.tallies, run.total
     weights = sum(tenant.weight for tenant in mix.tenants)
     by_weight = [tallies[tenant.name].output_tokens / tenant.weight for tenant in mix.tenants]
     return {

@@ -29,6 +29,7 @@ class Run:
     def __init__(self, mix: Mix, endpoint: Endpoint, *, max_running: int = MAX_RUNNING, drain_s: float = 60.0) -> None:
         self.mix = mix
         self.tallies = {tenant.name: Tally() for tenant in mix.tenants}
+        self.total = Tally()
         self.late = Histogram()
         self.began_s: float | None = None
         self.counted_s = 0.0  # for how long what is counted was sent, and answered
@@ -73,16 +74,18 @@ class Run:
             self._sending.cancel()
 
     async def _send_all(self) -> None:
+        left = itertools.count() if self.mix.requests is None else iter(range(self.mix.requests))
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._send_open(open_loop(self.mix)))
-            left = itertools.count() if self.mix.requests is None else iter(range(self.mix.requests))
+            group.create_task(self._send_open(open_loop(self.mix), left))
             for number, loop in enumerate(closed_loops(self.mix)):
                 for stream in range(loop.streams):
                     group.create_task(self._send_closed(loop, left, Random(f"{self.mix.seed}/{number}/{stream}")))
 
-    async def _send_open(self, requests: Iterator[Planned]) -> None:
+    async def _send_open(self, requests: Iterator[Planned], left: Iterator[int]) -> None:
         assert self.began_s is not None
         for planned in requests:
+            if next(left, None) is None:
+                return
             due_s = self.began_s + planned.at_s
             wait_s = due_s - time.perf_counter()
             if wait_s > 0:
@@ -121,5 +124,5 @@ class Run:
             self._ended_tokens += sample.tokens
             self._last_end_s = max(self._last_end_s, time.perf_counter() if not sample.error else 0.0)
             if sample.due_s - self.began_s >= self.mix.warmup_s:
-                tally.sent += 1
-                tally.add(sample)
+                for each in (tally, self.total):
+                    each.add(sample)

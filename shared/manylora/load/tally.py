@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from manylora.load.planning.mix import Slo
@@ -26,11 +25,6 @@ class Histogram:
         self.count += 1
         self.sum += value
         self._by_step[math.floor(math.log(max(value, _LEAST)) / _STEP)] += 1
-
-    def include(self, other: Histogram) -> None:
-        self.count += other.count
-        self.sum += other.sum
-        self._by_step.update(other._by_step)
 
     @property
     def mean(self) -> float:
@@ -115,6 +109,7 @@ class Tally:
 
     def add(self, sample: Sample) -> None:
         """One that has ended. What a failed one gave counts as tokens, and its times do not."""
+        self.sent += 1
         self.prompt_tokens += sample.prompt_tokens
         self.cached_tokens += sample.cached_tokens
         self.output_tokens += sample.tokens
@@ -133,29 +128,6 @@ class Tally:
             for value in values:
                 if not math.isnan(value):
                     histogram.add(value)
-
-    def include(self, other: Tally) -> None:
-        self.sent += other.sent
-        self.running += other.running
-        self.completed += other.completed
-        self.good += other.good
-        self.prompt_tokens += other.prompt_tokens
-        self.cached_tokens += other.cached_tokens
-        self.output_tokens += other.output_tokens
-        self.by_chunks += other.by_chunks
-        self.errors.update(other.errors)
-        for own, its in zip(self.histograms(), other.histograms(), strict=True):
-            own.include(its)
-
-    def histograms(self) -> Iterator[Histogram]:
-        yield from (self.ttft, self.tpot, self.itl, self.e2e)
-
-
-def total_of(tallies: list[Tally]) -> Tally:
-    total = Tally()
-    for tally in tallies:
-        total.include(tally)
-    return total
 
 
 def jain(values: list[float]) -> float:

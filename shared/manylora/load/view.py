@@ -17,7 +17,7 @@ from rich.text import Text
 
 from manylora.load.report import shown_ms
 from manylora.load.run import Run
-from manylora.load.tally import Tally, total_of
+from manylora.load.tally import Tally
 
 _LOOK_S = 0.5
 _LINE_S = 5.0
@@ -63,7 +63,7 @@ class Rate:
 
 
 def head(run: Run, tokens_per_s: float) -> str:
-    total = total_of(list(run.tallies.values()))
+    total = run.total
     passed_s = 0.0 if run.began_s is None else time.perf_counter() - run.began_s
     of = "" if run.mix.duration_s is None else f" of {run.mix.duration_s:g}"
     errors = sum(total.errors.values())

@@ -44,11 +44,11 @@ class Loop:
 
 
 def open_loop(mix: Mix) -> Iterator[Planned]:
-    """In order of time, as far as the mix's duration and count of requests."""
+    """In order of time, as far as the mix's duration."""
     sources = [_timed(mix, name, tenants, arrivals) for name, tenants, arrivals in _flows(mix)]
     merged = heapq.merge(*(source for source in sources if source is not None), key=lambda planned: planned.at_s)
     ends_s = math.inf if mix.duration_s is None else mix.duration_s
-    return itertools.islice(itertools.takewhile(lambda planned: planned.at_s < ends_s, merged), mix.requests)
+    return itertools.takewhile(lambda planned: planned.at_s < ends_s, merged)
 
 
 def closed_loops(mix: Mix) -> list[Loop]:
