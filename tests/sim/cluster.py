@@ -308,11 +308,25 @@ class Cluster:
             return
         process.is_changing = True
         await process.node.start(process.app.stop())
+        self._check_left(process.app)
         assert process.store is not None
         await process.store.close()
         self.network.kill(process.name)
         await process.node.kill()
         self._down(process)
+
+    def _check_left(self, app: App) -> None:
+        """Who has ended in order holds nothing."""
+        if isinstance(app, WorkerApp):
+            (engine,) = [engine for engine in self.engines if engine.runtime is app._runtime]
+            assert (engine.core.stats().requests, engine.runtime.view.running) == (0, {}), "it left with requests"
+            assert not app._servicer._executing
+        elif isinstance(app, RouterApp):
+            counts = app.debug_counters()
+            held = {name: counts[name] for name in ("live_requests", "granted", "waiting", "streams")}
+            assert not any(held.values()), f"it left with {held}"
+        else:
+            assert app.term is None, "it left as the leader"
 
     async def all_up(self) -> None:
         """Launches what is down, and waits until all are up."""

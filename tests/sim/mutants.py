@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from manylora_router.links.directory import Directory
 from manylora_router.links.scheduler_client import SchedulerClient
+from manylora_router.request.choices import Choices
 from manylora_router.request.execution import Execution
+from manylora_router.request.job import Job
 from manylora_router.request.token_lease import TokenLease
 from manylora_router.request.worker_stream import WorkerStream
 from manylora_router.text.stop_strings import StopStringMatcher
@@ -38,6 +40,7 @@ from manylora_worker.adapters.room import Entry
 from manylora_worker.engine.endings import Endings
 from manylora_worker.hosting.runtime import Runtime
 from manylora_worker.hosting.view import EngineView
+from manylora_worker.kinds.api import EngineRequest
 from manylora_worker.kinds.flow import CacheScope
 from manylora_worker.memory.block_pool import BlockPool
 from manylora_worker.memory.block_tables import BlockTables
@@ -117,6 +120,79 @@ def mutant(
 IDENTITY = Mutant(
     "identity", "none", "nothing: the method does what it did", (Change(Core, "apply", lambda original: original),)
 )
+
+
+# ---- answers that another worker goes on with
+
+
+@mutant(
+    "resume",
+    "lost-answer-is-given-up",
+    Execution,
+    "_resume",
+    "an answer whose worker is lost goes on at another one",
+    first=(1,),
+)
+def _given_up(original: Any) -> Any:
+    def resume(self: Any, stream: Any, lost: Any) -> None:
+        raise lost
+
+    return resume
+
+
+@mutant(
+    "resume",
+    "last-token-forgotten",
+    Choices,
+    "emitted",
+    "the next worker is told every token that the caller has",
+    first=(1,),
+)
+def _forgets_a_token(original: Any) -> Any:
+    def emitted(self: Any) -> Any:
+        return [tokens and tokens[:-1] for tokens in original(self)]
+
+    return emitted
+
+
+@mutant("resume", "resumed-with-another-seed", Job, "resumed", "an answer's seed stays what it was", first=(1,))
+def _another_seed(original: Any) -> Any:
+    def resumed(self: Any, emitted: Any) -> Any:
+        job = original(self, emitted)
+        return replace(job, sampling=replace(job.sampling, seed=(job.sampling.seed + 1) % 2**64))
+
+    return resumed
+
+
+@mutant(
+    "resume",
+    "computed-again-and-billed",
+    TokenLease,
+    "settle",
+    "what is computed again for a resumed answer is billed to nobody",
+    first=(1,),
+)
+def _billed_again(original: Any) -> Any:
+    def settle(self: Any) -> None:
+        self._least_output_tokens = self._choices.num_tokens + self._num_emitted
+        original(self)
+
+    return settle
+
+
+@mutant(
+    "resume",
+    "emitted-tokens-drawn-again",
+    EngineRequest,
+    "emitted_of",
+    "a worker goes on behind the tokens that were emitted",
+    first=(1,),
+)
+def _drawn_again(original: Any) -> Any:
+    def emitted_of(self: Any, choice: int) -> Any:
+        return original(self, choice)[:1]
+
+    return emitted_of
 
 
 # ---- frames and text

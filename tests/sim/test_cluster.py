@@ -43,6 +43,8 @@ END_S = 60.0
 """Every call ends within this time after healing."""
 REST_S = 12.0
 """Longer than any grant or pause is remembered."""
+BEGUN_S = 0.5
+"""For answers of which each takes a second to have begun."""
 FREE_S = 0.3
 """For a worker to hear that an answer is not wanted any more, and to end its step."""
 
@@ -68,6 +70,7 @@ async def chaos(seed: int, log: list[str]) -> Traffic:
         traffic.begin(call)
     await traffic.all_ended(END_S)
     await give_up_long_answers(cluster, traffic)
+    await lose_a_worker(cluster, traffic, seed)
     validate.check_calls(cluster, traffic.calls)
     await asyncio.sleep(REST_S)
     assert not watching.done(), watching.exception()
@@ -93,6 +96,26 @@ async def give_up_long_answers(cluster: Cluster, traffic: Traffic) -> None:
     assert gone.is_cancelled or gone.is_overloaded, gone.describe()
     assert late.is_overloaded or validate.is_cut_by_deadline(late), late.describe()
     assert not any(engine.runtime.view.running for engine in cluster.engines_up()), "a worker runs what nobody wants"
+
+
+async def lose_a_worker(cluster: Cluster, traffic: Traffic, seed: int) -> None:
+    """It is killed, seen or unseen, or stopped in order, while nothing else is wrong: what it ran goes on elsewhere."""
+    calls = [traffic.long(tenant, n) for tenant, n in zip(TENANTS, (1, 3, 2), strict=False)]
+    for call in calls:
+        call.is_after_heal = True
+        traffic.begin(call)
+    await asyncio.sleep(BEGUN_S)
+    names = sorted(cluster.names("worker"), key=lambda name: len(books.engine_of(cluster, name).runtime.view.running))
+    process = cluster.processes[names[-1]]
+    left = {call.number for call in calls if call.ended_at is None}
+    if seed % 3 == 2:
+        await cluster.stop(process)
+    else:
+        await cluster.kill(process, silently=seed % 3 == 1)
+    await traffic.all_ended(END_S)
+    resumed = [call for call in calls if call.finished is not None and call.finished.usage.resumed]
+    assert resumed or len(left) < len(calls), "its streams did not go on elsewhere"
+    await cluster.all_up()
 
 
 def play(seed: int) -> SimRun[Traffic]:

@@ -209,11 +209,11 @@ class Traffic:
             call.prompt = [*SHARED_PREFIX, *call.prompt[len(SHARED_PREFIX) :]]
         return call
 
-    def long(self, tenant: str) -> Call:
-        """A call whose answer takes a second at least."""
+    def long(self, tenant: str, n: int = 3) -> Call:
+        """A call whose answer takes a second at least; of one choice it is greedy."""
         while True:
             call = self.plain(tenant)
-            call.n, call.is_greedy, call.max_tokens = 3, False, LONG_TOKENS
+            call.n, call.is_greedy, call.max_tokens = n, n == 1, LONG_TOKENS
             if max(len(call.reference(choice)) for choice in range(call.n)) > LONG_TOKENS // 2:
                 return call
 

@@ -73,12 +73,16 @@ def check_call(call: Call) -> None:
         assert told == prompt or (told < prompt and finished.outcome in _TOLD_BY_WORKERS), (
             f"{finished.usage.prompt_tokens} prompt tokens are metered: {who}"
         )
+        code = call.error.code if call.error is not None else None
         if not call.is_cancelled:
-            code = call.error.code if call.error is not None else None
             unlucky = code is Code.UNAVAILABLE or (call.timeout_s is not None and code is Code.DEADLINE_EXCEEDED)
             assert code is _CODES[finished.outcome] or unlucky, f"status and outcome differ: {who}"
         if finished.outcome == common_pb2.OUTCOME_COMPLETED:
             _check_complete(call)
+        if finished.outcome == common_pb2.OUTCOME_WORKER_LOST and code is Code.UNAVAILABLE:
+            assert call.error is not None
+            reason = call.error.message
+            assert any(words in reason for words in _WHY_NOT_RESUMED), f"given up without a reason: {who}"
         assert (finished.outcome == common_pb2.OUTCOME_ADAPTER_FAILED) == (
             call.adapter == BROKEN_ADAPTER and finished.outcome not in _BEFORE_THE_ADAPTER
         ), who
@@ -115,6 +119,13 @@ _TOLD_BY_WORKERS = (
     common_pb2.OUTCOME_INTERNAL,
 )
 """Then its usage is as much of the prompt as was computed."""
+_WHY_NOT_RESUMED = (
+    *_NETWORKS_WORDS,  # the router's own stream broke behind the frame
+    "attempts on workers",
+    "no other worker goes on with it: ",
+    "quotas.resumes_per_s: ",
+)
+"""What a lost answer's error says, for another worker goes on with it otherwise."""
 _BEFORE_THE_ADAPTER = (common_pb2.OUTCOME_DEADLINE_EXCEEDED, common_pb2.OUTCOME_WORKER_LOST)
 
 
