@@ -319,7 +319,9 @@ class Cluster:
         """Who has ended in order holds nothing."""
         if isinstance(app, WorkerApp):
             (engine,) = [engine for engine in self.engines if engine.runtime is app._runtime]
-            assert (engine.core.stats().requests, engine.runtime.view.running) == (0, {}), "it left with requests"
+            has_failed = engine.runtime.view.failure is not None
+            assert has_failed or engine.core.stats().requests == 0, "it left with requests"
+            assert not engine.runtime.view.running
             assert not app._servicer._executing
         elif isinstance(app, RouterApp):
             counts = app.debug_counters()

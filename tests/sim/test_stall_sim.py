@@ -54,9 +54,8 @@ def test_a_hung_engine_is_a_lost_worker() -> None:
         return traffic
 
     calls = run(main(), seed=3, limit_s=300).result.calls
-    lost = [c for c in calls if c.finished is not None and c.finished.outcome == common_pb2.OUTCOME_WORKER_LOST]
-    assert lost
-    assert all("stood still" in c.error.message for c in lost if c.error is not None)
-    assert not [c for c in calls[CALLS:] if c in lost]
+    finished = [c.finished for c in calls if c.finished is not None]
+    assert sum(each.usage.resumed for each in finished) > 0, "what it held went on elsewhere"
+    assert common_pb2.OUTCOME_WORKER_LOST not in [each.outcome for each in finished]
     served = {c.finished.worker_id for c in calls[CALLS:] if c.finished is not None}
     assert "worker1" in served, "it has started again"
