@@ -17,7 +17,7 @@ from manylora_shared.telemetry import Attribute, SpanName
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("router", "scheduler", "worker")
 DOCKERFILES = [ROOT / "deploy/Dockerfile", ROOT / "deploy/etcd/Dockerfile"]
-CLUSTER = {"etcd", "scheduler", "router", "worker-0", "worker-1"}
+CLUSTER = {"etcd", "scheduler", "scheduler-standby", "router", "worker-0", "worker-1"}
 OBSERVABILITY = {"otel-collector", "jaeger", "prometheus", "grafana"}
 
 

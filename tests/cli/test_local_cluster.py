@@ -98,6 +98,7 @@ async def test_schedulers_stand_by(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert [name for name in cluster.children if "scheduler" in name] == ["scheduler", "scheduler-1"]
     commands = [cluster._scheduler_command(name, {}) for name in ("scheduler", "scheduler-1")]
     assert ["--scheduler-id=scheduler-1" in command for command in commands] == [False, True]
+    assert all("--lease-ttl-s=2" in command for command in commands)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from otlp_receiver import ReceivedSpan, Receiver
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ["docker-compose.yml", "tests/compose/otlp.yml"]
-OURS = ["etcd", "scheduler", "router", "worker-0", "worker-1"]
+OURS = ["etcd", "scheduler", "scheduler-standby", "router", "worker-0", "worker-1"]
 IMAGE_PREFIX, IMAGE_TAG = "manylora", "compose-test"
 BUILD_TIMEOUT_S = 1500
 START_TIMEOUT_S = 300

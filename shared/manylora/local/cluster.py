@@ -48,6 +48,7 @@ _ETCD_VARIABLES = tuple(
     f"{config.PREFIX}{name}"
     for name in ("ETCD_TLS_CA", "ETCD_TLS_CERT", "ETCD_TLS_KEY", "ETCD_LOGIN_FILE", "ALLOW_PLAIN_TEXT")
 )
+_STANDBY_TTL_S = 2  # of a leader's lease where another stands by: the least that etcd takes
 _SHARED_KV_CACHE_MB = 512  # of each worker, where several share a device
 
 
@@ -330,6 +331,7 @@ class LocalCluster:
             *_python(self.options.scheduler_module),
             *self._common("127.0.0.1:0", ready),
             f"--scheduler-id={name}",
+            *([f"--lease-ttl-s={_STANDBY_TTL_S}"] if self.options.schedulers > 1 else []),
             *self.options.scheduler_flags,
         ]
 
