@@ -7,6 +7,7 @@ SOAK_SECONDS ?= 600
 SHARE_SECONDS ?= 60
 FUZZ_SECONDS ?= 600
 FUZZ ?=
+FUZZ_EXAMPLES ?= 20
 CONSOLE_SHOTS ?=
 
 # What pytest runs by default (pyproject.toml), and the folders and files of pure modules' tests.
@@ -19,7 +20,7 @@ STAMP := $(VENV)/.installed
 COMPILED := $(VENV)/.compiled
 
 .DEFAULT_GOAL := help
-.PHONY: help install compiled demo up quick test wide test-all house oracle soak sim mutants kernels fairness shares fuzz check lint types layers format proto schemas test-clients test-console compose-test clean
+.PHONY: help install compiled demo up quick test wide test-all house oracle soak sim mutants kernels fairness shares fuzz fuzz-ports check lint types layers format proto schemas test-clients test-console compose-test clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
@@ -78,6 +79,9 @@ kernels: $(STAMP) ## the GPU's kernels on the CPU: Triton's in its interpreter, 
 fuzz: $(STAMP) ## every parser of bytes from outside, by coverage, for so long together: make fuzz FUZZ_SECONDS=600 FUZZ="policy http"
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt atheris
 	@$(BIN)/python -m tests.fuzz.run $(FUZZ_SECONDS) $(FUZZ)
+
+fuzz-ports: $(STAMP) ## every route and RPC of a running cluster, by their schemas and by bytes: make fuzz-ports FUZZ_EXAMPLES=20
+	@$(BIN)/python -m pytest -q -m e2e tests/fuzz/test_ports.py --fuzz-examples $(FUZZ_EXAMPLES)
 
 fairness: $(STAMP) ## random schedules against the fairness bound: make fairness SCHEDULES=10000
 	@$(BIN)/python -m pytest -q -s tests/properties/test_fair_queue.py tests/properties/test_seam.py --fair-schedules $(SCHEDULES)

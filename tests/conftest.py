@@ -43,6 +43,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--soak-seconds", type=float, default=60.0, metavar="S", help="how long the soak runs (default 60)"
     )
+    parser.addoption(
+        "--fuzz-examples",
+        type=int,
+        default=2,
+        metavar="N",
+        help="requests of each kind to each RPC and route (default 2)",
+    )
     parser.addoption("--compiled", action="store_true", help="run the compiled modules, which deploy/compile.py made")
 
 
