@@ -34,6 +34,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     "/detokenize": [{}],
     "/v1/load_lora_adapter": [{}],
     "/v1/unload_lora_adapter": [{}],
+    "/v1/feedback": [{}],
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from manylora_shared.constraints.constraint import Constraint, ConstraintKind
-from manylora_shared.constraints.grammar import refusal
+from manylora_shared.constraints.grammar import panics_as_errors, refusal
 
 
 def of_schema(schema: Any) -> Constraint:
@@ -75,6 +75,15 @@ def test_what_is_no_gbnf_is_refused(text: str) -> None:
     found = refusal(Constraint(ConstraintKind.GRAMMAR, text))
     assert found is not None
     assert found.field == "constraint.grammar"
+
+
+def test_a_panic_is_a_refusal() -> None:
+    """The library cuts its words amid a character."""
+    found = [refusal(of_schema({"format": ["x" * length + "\u00e9" * 3]})) for length in range(90, 100)]
+    assert all(each is not None for each in found)
+    assert any("llguidance failed" in each.description for each in found if each is not None)
+    with pytest.raises(KeyboardInterrupt), panics_as_errors():
+        raise KeyboardInterrupt
 
 
 def test_looks_for_the_refused_part_end() -> None:

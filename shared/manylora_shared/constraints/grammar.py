@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
@@ -38,6 +39,17 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 _UNKNOWN_KEYS = re.compile(r'Unimplemented keys: \["([^"]+)"')
 
 
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Raises ValueError in place of a panic of llguidance, which is no Exception and would pass all who catch these."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"llguidance failed: {error}") from error
+
+
 def grammar_of(constraint: Constraint) -> str:
     """Raises ValueError, with words, for what has no grammar."""
     match constraint.kind:
@@ -62,15 +74,16 @@ def refusal(constraint: Constraint) -> FieldViolation | None:
     """What is wrong with one whose `violations` are none; of a schema with the path to the part. Takes up to a tenth
     of a second, without the interpreter's lock.
     """
+    path: tuple[str, ...] = ()
     try:
-        problem = _problem(grammar_of(constraint))
+        with panics_as_errors():
+            problem = _problem(grammar_of(constraint))
+            if problem and constraint.kind is ConstraintKind.JSON_SCHEMA:
+                path, problem = _refused_part(_schema(constraint.source), problem)
     except (ValueError, RecursionError) as error:
         return FieldViolation(constraint.field, _words(error))
     if not problem:
         return None
-    if constraint.kind is not ConstraintKind.JSON_SCHEMA:
-        return FieldViolation(constraint.field, _words(problem))
-    path, problem = _refused_part(_schema(constraint.source), problem)
     where = f"at {shown('.'.join(path))}: " if path else ""
     return FieldViolation(constraint.field, where + _words(problem))
 

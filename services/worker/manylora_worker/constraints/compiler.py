@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from llguidance import LLMatcher, LLTokenizer
 from manylora_shared.constraints.constraint import Constraint
-from manylora_shared.constraints.grammar import LIMITS, grammar_of
+from manylora_shared.constraints.grammar import LIMITS, grammar_of, panics_as_errors
 from manylora_shared.errors import InvalidRequest, ManyloraError, Unready
 from manylora_shared.ids import TenantId
 from manylora_shared.process.deep_threads import DeepThreads
@@ -96,10 +96,11 @@ class ConstraintCompiler:
     def _compile(self, tenant_id: TenantId, constraint: Constraint, digest: bytes) -> Compiled:
         tokenizer, words = self._read_tokenizer()
         try:
-            grammar = grammar_of(constraint)
+            with panics_as_errors():
+                grammar = grammar_of(constraint)
+                matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
         except (ValueError, RecursionError) as error:
-            raise InvalidRequest.of(constraint.field, str(error)) from error
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+            raise InvalidRequest.of(constraint.field, str(error)[:400]) from error
         if matcher.is_error():
             raise InvalidRequest.of(constraint.field, " ".join(matcher.get_error().split())[:400])
         size_bytes = _LEAST_BYTES + _BYTES_A_BYTE * len(grammar)

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
+from manylora_shared.constraints.grammar import panics_as_errors
 
 GRACE_S = 0.001  # that the engine waits for one lane in a step
 
@@ -60,11 +61,12 @@ class Lane:
         if len(matchers) > 1 and self._executor is None:
             self._executor = LLExecutor(self._mask_threads)
         try:
-            if self._executor is None:
-                matchers[0].own.unsafe_compute_mask_ptr(masks.ctypes.data, 4 * words)
-            else:
-                rows = [(matcher.own, row) for row, matcher in enumerate(matchers)]
-                self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, 4 * words, len(rows))
+            with panics_as_errors():
+                if self._executor is None:
+                    matchers[0].own.unsafe_compute_mask_ptr(masks.ctypes.data, 4 * words)
+                else:
+                    rows = [(matcher.own, row) for row, matcher in enumerate(matchers)]
+                    self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, 4 * words, len(rows))
         except Exception as error:  # whatever it is, it is the end of these choices and of no other
             for matcher in matchers:
                 matcher.error = f"{type(error).__name__}: {error}"
@@ -107,7 +109,8 @@ class ConstraintMatcher:
     def advance(self) -> bool:
         """Whether it needs a mask."""
         try:
-            return self._advance()
+            with panics_as_errors():
+                return self._advance()
         except Exception as error:  # whatever it is, it is this choice's end and no other's
             self.error = f"{type(error).__name__}: {error}"
             return False
