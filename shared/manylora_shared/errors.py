@@ -7,7 +7,8 @@
 # |   |-- AlreadyExists
 # |   |-- VersionConflict           somebody else changed it since the caller looked
 # |   |-- Unready                   right request, wrong state
-# |   |   `-- NoChatTemplate        messages, to a model that has no template for them
+# |   |   |-- NoChatTemplate        messages, to a model that has no template for them
+# |   |   `-- AdapterRejected       by the quality gate of its tenant's policy
 # |   |-- Overloaded                the cluster's own caps
 # |   |-- QuotaExceeded             the tenant's; no retry hint where it can never fit
 # |   |-- CircuitOpen               its tenant's or adapter's requests have kept failing
@@ -17,6 +18,7 @@
 # `-- Interrupted                   after it was queued
 #     |-- WorkerLost
 #     |-- ServiceUnavailable        one that the request needs
+#     |   `-- GateInconclusive      the quality gate could not judge the adapter
 #     |-- DeadlineExceeded
 #     |-- Cancelled
 #     |-- AdapterFailed             its weights do not load, or overflow
@@ -183,6 +185,10 @@ class NoChatTemplate(Unready):
     label = "no_chat_template"
 
 
+class AdapterRejected(Unready):
+    label = "adapter_rejected"
+
+
 class Overloaded(Rejected):
     code = Code.RESOURCE_EXHAUSTED
     label = "overloaded"
@@ -226,6 +232,10 @@ class WorkerLost(Interrupted):
 class ServiceUnavailable(Interrupted):
     code = Code.UNAVAILABLE
     label = "unavailable"
+
+
+class GateInconclusive(ServiceUnavailable):
+    label = "gate_inconclusive"
 
 
 class DeadlineExceeded(Interrupted):

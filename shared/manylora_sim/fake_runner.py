@@ -27,7 +27,7 @@ from manylora_worker.kinds.api import (
     SequenceChunk,
     StepBatch,
 )
-from manylora_worker.weights.adapter_check import AdapterReport
+from manylora_worker.weights.adapter_check import AdapterReport, ChangedModule, Coverage
 
 from manylora_sim.fake_host_kv import FakeHostKv
 
@@ -485,7 +485,11 @@ class FakeValidator:
     async def validate(self, path: str, uid: AdapterUid) -> AdapterReport:
         if path in self._problems:
             return AdapterReport(problems=self._problems[path])
-        return AdapterReport(max_lora_rank=8, size_bytes=1 << 20, target_modules=("q_proj", "v_proj"))
+        modules = tuple(ChangedModule(f"layers.0.{name}", 8) for name in ("q_proj", "v_proj"))
+        coverage = Coverage(modules, num_layers=4, num_tensors=4)
+        return AdapterReport(
+            max_lora_rank=8, size_bytes=1 << 20, target_modules=("q_proj", "v_proj"), coverage=coverage
+        )
 
     def lends(self, path: str, uid: AdapterUid) -> AbstractContextManager[None]:
         return nullcontext()  # FakeAdapterBackend has every adapter

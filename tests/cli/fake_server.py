@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,10 @@ from manylora_shared.errors import (
     VersionConflict,
     WorkerLost,
 )
+from manylora_shared.stores.adapter_files import content_hasher
 from manylora_shared.transport.base import ServerCall, Service
+
+from tests.cli.test_adapter_page import REPORT
 
 VERSION = "ab" * 32
 
@@ -36,6 +40,8 @@ class FakeRouter:
     adapters: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
     store_paths: dict[tuple[str, str], str] = field(default_factory=dict)
     damaged: set[str] = field(default_factory=set)
+    checks: list[tuple[admin_pb2.AddAdapterHeader, dict[str, bytes]]] = field(default_factory=list)
+    samples: dict[tuple[str, str], bytes] = field(default_factory=dict)
     line_changes: list[Any] = field(default_factory=list)
     largest_chunk_bytes: int = 0
     failures_left: int = 0
@@ -65,6 +71,12 @@ class FakeRouter:
                     "ListAdapters": self.list_adapters,
                     "RemoveAdapter": self.remove_adapter,
                     "VerifyAdapters": self.verify_adapters,
+                    "CheckAdapter": self.check_adapter,
+                    "GetAdapterReport": self.adapter_report,
+                    "ReadAdapter": self.read_adapter,
+                    "PutSamples": self.put_samples,
+                    "ListSamples": self.list_samples,
+                    "RemoveSamples": self.remove_samples,
                     "RolloutAdapter": self.change_line,
                     "PromoteAdapter": self.change_line,
                     "RollbackAdapter": self.change_line,
@@ -233,6 +245,52 @@ class FakeRouter:
             if request.tenant_id in ("", tenant_id) and request.name in ("", name):
                 problem = "adapter_config.json: is missing" if name in self.damaged else ""
                 yield admin_pb2.VerifyAdaptersResponse(adapter=_adapter(tenant_id, name), problem=problem)
+
+    async def check_adapter(
+        self, requests: AsyncIterator[admin_pb2.CheckAdapterRequest], call: ServerCall
+    ) -> admin_pb2.CheckAdapterResponse:
+        header = (await anext(requests)).header
+        files = {request.chunk.file_name: request.chunk.data async for request in requests}
+        self.checks.append((header, files))
+        report = {**REPORT, "name": header.name, "verdict": "rejected" if header.judge else "passed"}
+        return admin_pb2.CheckAdapterResponse(report=json.dumps(report).encode(), passed=not header.judge)
+
+    async def adapter_report(
+        self, request: admin_pb2.GetAdapterReportRequest, call: ServerCall
+    ) -> admin_pb2.GetAdapterReportResponse:
+        adapter = _adapter(request.tenant_id, request.name)
+        adapter.number = request.number or 7
+        return admin_pb2.GetAdapterReportResponse(adapter=adapter, report=json.dumps(REPORT).encode())
+
+    async def read_adapter(
+        self, request: admin_pb2.ReadAdapterRequest, call: ServerCall
+    ) -> AsyncIterator[admin_pb2.ReadAdapterResponse]:
+        files = self.adapters[request.tenant_id, request.name]
+        adapter = _adapter(request.tenant_id, request.name)
+        digest = content_hasher(json.loads(files["adapter_config.json"]))
+        digest.update(files["adapter_model.safetensors"])
+        adapter.version = "0" * 64 if request.name in self.damaged else digest.hexdigest()
+        yield admin_pb2.ReadAdapterResponse(adapter=adapter)
+        for name, data in files.items():
+            for first in range(0, len(data), 1 << 20):
+                part = admin_pb2.FileChunk(file_name=name, data=data[first : first + (1 << 20)])
+                yield admin_pb2.ReadAdapterResponse(chunk=part)
+
+    async def put_samples(self, request: admin_pb2.PutSamplesRequest, call: ServerCall) -> admin_pb2.PutSamplesResponse:
+        self.samples[request.tenant_id, request.name] = request.samples
+        return admin_pb2.PutSamplesResponse(samples=admin_pb2.SamplesInfo(name=request.name, count=2))
+
+    async def list_samples(
+        self, request: admin_pb2.ListSamplesRequest, call: ServerCall
+    ) -> admin_pb2.ListSamplesResponse:
+        found = [n for tenant_id, n in self.samples if tenant_id == request.tenant_id]
+        return admin_pb2.ListSamplesResponse(samples=[admin_pb2.SamplesInfo(name=n, size_bytes=5) for n in found])
+
+    async def remove_samples(
+        self, request: admin_pb2.RemoveSamplesRequest, call: ServerCall
+    ) -> admin_pb2.RemoveSamplesResponse:
+        del self.samples[request.tenant_id, request.name]
+        return admin_pb2.RemoveSamplesResponse()
 
     async def change_line(self, request: Any, call: ServerCall) -> Any:
         self.line_changes.append(request)

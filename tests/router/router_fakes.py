@@ -23,6 +23,7 @@ from manylora_shared.transport.base import Channel, Method, Server, ServerCall, 
 from manylora_sim import loop as simulation
 from manylora_sim.adapter_files import MemoryAdapterFiles
 from manylora_sim.clock import FakeClock
+from manylora_sim.documents import MemoryDocuments
 from manylora_sim.fake_text import FakeText
 from manylora_sim.network import MemoryNetwork, MemoryTransport
 from manylora_sim.peers import SIMULATED
@@ -468,6 +469,7 @@ class RouterCluster:
         self.store_server = MemoryStoreServer()
         self.store: MemoryStore = self.store_server.client()
         self.files = MemoryAdapterFiles()
+        self.documents = MemoryDocuments(self.files)
         self.telemetry = Telemetry.recording("router")
         self.scheduler = FakeScheduler()
         self.workers = [FakeWorker(f"worker-{i}", script or say("hello world")) for i in range(2)]
@@ -478,6 +480,7 @@ class RouterCluster:
             store=self.store_server.client(),
             text=text or FakeText(),
             adapter_store=self.files,
+            documents=self.documents,
             telemetry=self.telemetry,
             rng=random.Random(seed),
             peer_secret=SIMULATED,

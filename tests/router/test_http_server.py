@@ -11,6 +11,7 @@ from manylora_router.app import RouterApp
 from manylora_router.config import RouterConfig
 from manylora_shared.telemetry import Telemetry
 from manylora_sim.adapter_files import MemoryAdapterFiles
+from manylora_sim.documents import MemoryDocuments
 from manylora_sim.fake_text import FakeText
 from manylora_sim.network import MemoryNetwork
 from manylora_sim.peers import SIMULATED
@@ -23,7 +24,8 @@ def router(listen: str) -> RouterApp:
         transport=MemoryNetwork(random.Random(1)).transport("router"),
         store=MemoryStoreServer().client(),
         text=FakeText(),
-        adapter_store=MemoryAdapterFiles(),
+        adapter_store=(files := MemoryAdapterFiles()),
+        documents=MemoryDocuments(files),
         telemetry=Telemetry.recording("router"),
         rng=random.Random(1),
         peer_secret=SIMULATED,

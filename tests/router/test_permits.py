@@ -20,6 +20,7 @@ from manylora_shared.errors import Code, RpcError
 from manylora_shared.telemetry import Attribute, Metrics, Telemetry
 from manylora_sim.adapter_files import MemoryAdapterFiles
 from manylora_sim.clock import FakeClock
+from manylora_sim.documents import MemoryDocuments
 from manylora_sim.fake_text import FakeText
 from manylora_sim.peers import SIMULATED
 from router_fakes import (
@@ -263,7 +264,8 @@ def test_levels_of_all_routers_add_up_and_a_tenant_sees_its_own() -> None:
             transport=cluster.network.transport("router-b"),
             store=cluster.store_server.client(),
             text=FakeText(),
-            adapter_store=MemoryAdapterFiles(),
+            adapter_store=(files := MemoryAdapterFiles()),
+            documents=MemoryDocuments(files),
             telemetry=Telemetry.disabled(),
             rng=random.Random(1),
             peer_secret=SIMULATED,

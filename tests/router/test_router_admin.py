@@ -227,6 +227,8 @@ def test_garbage_on_every_method_disturbs_nothing() -> None:
             for field in request.DESCRIPTOR.fields:
                 if field.name in ("scopes", "networks"):
                     getattr(request, field.name).append("\x00\u202e/../" * 20)
+                elif field.type == field.TYPE_BYTES:
+                    setattr(request, field.name, b"\xff{\n" * 20)
                 elif field.cpp_type == field.CPPTYPE_STRING:
                     setattr(request, field.name, "\x00\u202e/../" * 20)
             if method.path.endswith(("ListTenants", "ListKeys", "GetStatus")):

@@ -27,15 +27,20 @@ from router_fakes import (
 )
 
 VERSIONS = {"RolloutAdapter", "PromoteAdapter", "RollbackAdapter", "RetireAdapter"}
-OPEN_TO_TENANTS = VERSIONS | {
-    "GetTenant",
-    "ListAdapters",
-    "AddAdapter",
-    "RemoveAdapter",
-    "VerifyAdapters",
-    "GetAdapterLine",
-    "GetStatus",
-}
+DOCUMENTS = {"CheckAdapter", "GetAdapterReport", "ReadAdapter", "PutSamples", "ListSamples", "RemoveSamples"}
+OPEN_TO_TENANTS = (
+    VERSIONS
+    | DOCUMENTS
+    | {
+        "GetTenant",
+        "ListAdapters",
+        "AddAdapter",
+        "RemoveAdapter",
+        "VerifyAdapters",
+        "GetAdapterLine",
+        "GetStatus",
+    }
+)
 """Methods of AdminService that some key of a tenant may call, about its tenant."""
 
 
@@ -52,7 +57,7 @@ async def call(channel: KeyedChannel, rpc: str, **fields: Any) -> Any:
         return await channel.stream(method, method.request_type(**fields)).read()
     stream = channel.stream(method)
     header = admin_pb2.AddAdapterHeader(**{"name": "x", **fields})
-    await stream.write(admin_pb2.AddAdapterRequest(header=header))
+    await stream.write(method.request_type(header=header))
     await stream.close_send()
     return await stream.read()
 
@@ -156,7 +161,7 @@ def test_what_each_scope_may_administer() -> None:
                 for tenant_id in ("other", "nobody"):
                     assert await code_of(generate, name, tenant_id=tenant_id) is Code.PERMISSION_DENIED, name
                     assert await code_of(admin, name, tenant_id=tenant_id) is Code.PERMISSION_DENIED, name
-        for name in ("GetTenant", "AddAdapter", "RemoveAdapter", "VerifyAdapters", *VERSIONS):
+        for name in ("GetTenant", "AddAdapter", "RemoveAdapter", "VerifyAdapters", *VERSIONS, *DOCUMENTS):
             assert await code_of(generate, name, tenant_id="acme") is Code.PERMISSION_DENIED, name
         assert (await call(admin, "GetTenant")).tenant.tenant_id == "acme"
         for channel in (admin, generate):

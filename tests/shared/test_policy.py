@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manylora_shared.errors import InvalidRequest
 from manylora_shared.ids import AdapterDigest, AdapterName, QosClass, TenantId
+from manylora_shared.tenancy.adapter_gate import GateRule, Judge
 from manylora_shared.tenancy.policy import (
     DEFAULT_WEIGHTS,
     MAX_DOCUMENT_BYTES,
@@ -43,6 +44,18 @@ def quotas(draw: st.DrawFn) -> TenantQuotas:
     return TenantQuotas(*limits[:2], draw(st.none() | rates), draw(st.none() | rates), *limits[2:], *kv)
 
 
+parts = st.integers(0, 1_000_000).map(lambda millionths: millionths / 1_000_000)
+gates = st.builds(
+    GateRule,
+    names,
+    st.sampled_from([str(judge) for judge in Judge]),
+    st.none() | parts,
+    parts,
+    st.none() | parts,
+    st.integers(1, 1024),
+    st.integers(1, 600),
+)
+
 policies = st.builds(
     TenantPolicy,
     names.map(TenantId),
@@ -53,6 +66,7 @@ policies = st.builds(
     st.builds(TenantSecurity, st.booleans()),
     st.none() | names,
     st.booleans(),
+    st.none() | gates,
 )
 
 
@@ -127,6 +141,11 @@ def test_what_is_absent_has_its_default() -> None:
         ("tenant_id: a\nadapters: {share_copies: yes}\n", "adapters.share_copies", 2),
         ("tenant_id: a\nadapters:\n  pin:\n  - a\n  - ../b\n", "adapters.pin[1]", 5),
         ("tenant_id: a\nadapters:\n  pin: [a,\n    a]\n", "adapters.pin[1]", 4),
+        ("tenant_id: a\nadapters:\n  gate: {judge: exact}\n", "adapters.gate.samples", 3),
+        ("tenant_id: a\nadapters:\n  gate: {samples: a, judge: taste}\n", "adapters.gate.judge", 3),
+        ("tenant_id: a\nadapters:\n  gate:\n    samples: a\n    min_score: 1.5\n", "adapters.gate.min_score", 5),
+        ("tenant_id: a\nadapters:\n  gate: {samples: a, max_drop: -0.1}\n", "adapters.gate.max_drop", 3),
+        ("tenant_id: a\nadapters:\n  gate: {samples: A b}\n", "adapters.gate.samples", 3),
         ("tenant_id: a\nprefix_cache: friends\n", "prefix_cache", 2),
         ("tenant_id: a\nprefix_cache: {}\n", "prefix_cache", 2),
         ("tenant_id: a\nprefix_cache:\n  group: b\n  groups: [b]\n", "prefix_cache.groups", 4),
@@ -212,6 +231,7 @@ quotas:
 adapters:
   pin: [one, two]
   share_copies: true
+  gate: {samples: golden, judge: contains, min_score: 0.9, max_drop: 0, min_gain: 0.25, max_tokens: 64, timeout_s: 30}
 security: {can_stream: false, data_retention_days: 0}
 """
 
@@ -230,6 +250,7 @@ def test_everything_that_the_grammar_has() -> None:
         (AdapterName("one"), AdapterName("two")),
         TenantSecurity(can_stream=False),
         share_copies=True,
+        adapter_gate=GateRule("golden", "contains", 0.9, 0.0, 0.25, 64, 30),
     )
 
 

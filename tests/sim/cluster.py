@@ -26,6 +26,7 @@ from manylora_shared.telemetry import Telemetry
 from manylora_shared.tenancy.identity import new_key
 from manylora_shared.tenancy.policy import ClassPolicy, TenantPolicy, TenantQuotas
 from manylora_sim.adapter_files import MemoryAdapterFiles
+from manylora_sim.documents import MemoryDocuments
 from manylora_sim.fake_runner import FakeAdapterBackend, FakeRunner, FakeValidator
 from manylora_sim.fake_text import FakeText
 from manylora_sim.loop import SimLoop, SimNode, SimWallClock
@@ -206,6 +207,7 @@ class Cluster:
             random.Random(f"{seed}/store"), min_delay_s=0.0005, max_delay_s=0.004, watch_delay_s=WATCH_DELAY_S
         )
         self.files = MemoryAdapterFiles()
+        self.documents = MemoryDocuments(self.files)
         self.clock = SimWallClock(loop)
         self.engines: list[Engine] = []
         """Of all workers there ever were."""
@@ -424,6 +426,7 @@ class Cluster:
             store=process.store,
             text=FakeText(),
             adapter_store=self.files,
+            documents=self.documents,
             telemetry=Telemetry.disabled(),
             rng=self._draw(),
             peer_secret=SIMULATED,

@@ -21,6 +21,7 @@ from manylora_shared.stores.access import access_of
 from manylora_shared.stores.adapter_files import AdapterFiles, LocalAdapterFiles
 from manylora_shared.stores.bucket import Bucket, is_bucket
 from manylora_shared.stores.bucket_files import BucketAdapterFiles
+from manylora_shared.stores.documents import BucketDocuments, Documents, LocalDocuments
 from manylora_shared.stores.model_files import model_folder
 from manylora_shared.telemetry import logs
 from manylora_shared.transport.bundle_client import BundlingTransport
@@ -49,19 +50,21 @@ def load_text(config: RouterConfig) -> TextService:
     return HfTextService.load(folder, threads=_TOKENIZER_THREADS)
 
 
-def _adapter_store(config: RouterConfig) -> AdapterFiles:
+def _adapter_store(config: RouterConfig) -> tuple[AdapterFiles, Documents]:
     """Raises ValueError, OSError."""
     limit = config.max_adapter_mb << 20
     if not is_bucket(config.adapter_store):
-        return LocalAdapterFiles(Path(config.adapter_store), max_weights_bytes=limit)
+        root = Path(config.adapter_store)
+        return LocalAdapterFiles(root, max_weights_bytes=limit), LocalDocuments(root)
     staging = Path(mkdtemp(prefix="manylora-router-"))
     atexit.register(shutil.rmtree, staging, ignore_errors=True)
     bucket = Bucket(config.adapter_store, access_of(config.adapter_store_access))
-    return BucketAdapterFiles(bucket, staging, max_weights_bytes=limit)
+    return BucketAdapterFiles(bucket, staging, max_weights_bytes=limit), BucketDocuments(bucket)
 
 
 async def build(config: RouterConfig, parts: Parts) -> RouterApp:
     text = await asyncio.to_thread(load_text, config)
+    files, documents = _adapter_store(config)
     return RouterApp(
         config,
         transport=BundlingTransport(
@@ -69,7 +72,8 @@ async def build(config: RouterConfig, parts: Parts) -> RouterApp:
         ),
         store=parts.store,
         text=text,
-        adapter_store=_adapter_store(config),
+        adapter_store=files,
+        documents=documents,
         sources=Sources(read_rules(config.adapter_sources), max_weights_bytes=config.max_adapter_mb << 20),
         telemetry=parts.telemetry,
         rng=parts.rng,

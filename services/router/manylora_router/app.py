@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,9 @@ from manylora_shared.errors import ServiceUnavailable
 from manylora_shared.ids import AdapterDigest
 from manylora_shared.process.clock import SystemClock, WallClock
 from manylora_shared.stores.adapter_files import AdapterFiles
+from manylora_shared.stores.documents import REPORTS, Documents
 from manylora_shared.telemetry import Telemetry
+from manylora_shared.tenancy.adapter_line import Line
 from manylora_shared.transport.base import Server, Service, Transport
 from manylora_shared.transport.handling import MAX_MESSAGE_BYTES
 from manylora_shared.transport.tls import Tls
@@ -29,15 +31,18 @@ from manylora_shared.transport.tls import Tls
 from manylora_router.admin import operator_key
 from manylora_router.admin.adapters import UPLOAD_BYTES_PER_S, AdapterIntake
 from manylora_router.admin.draining import Draining
+from manylora_router.admin.quality_gate import QualityGate
 from manylora_router.admin.service_levels import ServiceLevels
 from manylora_router.admin.servicer import AdminServicer
 from manylora_router.admin.sources import Sources
 from manylora_router.admin.status import ClusterStatus
+from manylora_router.admin.validation import AdapterValidation
 from manylora_router.admin.verification import Verification
 from manylora_router.config import RouterConfig
 from manylora_router.dialect.dialect import Dialect
 from manylora_router.front.feedback import FeedbackDesk
 from manylora_router.front.gate import LARGE_BYTES_PER_S, MAX_REQUEST_BYTES, Bounds, Gate, own_tenant
+from manylora_router.front.generation import generate
 from manylora_router.front.grpc import InferenceServicer, tenant_of
 from manylora_router.front.http.api.answers import Door
 from manylora_router.front.http.routes import Routes
@@ -76,6 +81,7 @@ class RouterApp:
         store: Store,
         text: TextService,
         adapter_store: AdapterFiles,
+        documents: Documents,
         sources: Sources | None = None,
         telemetry: Telemetry,
         rng: random.Random,
@@ -89,6 +95,7 @@ class RouterApp:
         self._store = store
         self._text = text
         self._files = adapter_store
+        self._documents = documents
         self._sources = sources or Sources(())
         self._clock = clock or SystemClock()
         self._rng = rng
@@ -119,15 +126,7 @@ class RouterApp:
             telemetry=telemetry,
             rng=rng,
         )
-        self.intake = Intake(
-            directory=self.directory,
-            callers=self.callers,
-            scheduler=self.scheduler,
-            text=text,
-            guard=self.calls.guard,
-            rng=rng,
-            default_max_tokens=config.default_max_tokens,
-        )
+        self.intake = self._front_intake()
         self.bounds = Bounds()
         self._others = OtherRouters(router_id=self.router_id, directory=self.directory, transport=transport)
         self._feedback = FeedbackDesk(self.calls, self._others)
@@ -139,12 +138,25 @@ class RouterApp:
         self._http = HttpServer(Routes(self.door), tls) if config.http_listen else None
         self._lease = LeaseSession(store, ttl_s=config.lease_ttl_s)
 
+    def _front_intake(self) -> Intake:
+        return Intake(
+            directory=self.directory,
+            callers=self.callers,
+            scheduler=self.scheduler,
+            text=self._text,
+            guard=self.calls.guard,
+            rng=self._rng,
+            default_max_tokens=self.config.default_max_tokens,
+        )
+
     def _admin(self, levels: ServiceLevels, peers: Transport) -> AdminServicer:
         return AdminServicer(
             directory=self.directory,
             callers=self.callers,
             store=self._store,
             intake=self._intake,
+            validation=self._validation(),
+            documents=self._documents,
             verification=Verification(self._files),
             status=self._status,
             levels=levels,
@@ -158,6 +170,14 @@ class RouterApp:
             clock=self._clock,
             rng=self._rng,
         )
+
+    def _validation(self) -> AdapterValidation:
+        gate = QualityGate(
+            partial(generate, intake=self.intake, calls=self.calls),
+            self.intake.tokenize,
+            partial(self.callers.lend, getrandbits=self._rng.getrandbits),
+        )
+        return AdapterValidation(self._intake, gate, self._documents, self.directory, self._clock)
 
     def _adapter_intake(self) -> AdapterIntake:
         return AdapterIntake(
@@ -356,4 +376,14 @@ class RouterApp:
             removed = await self._files.collect(in_use, now_unix_s=now_unix_s, older_than_s=FILES_GRACE_S)
             if removed:
                 _LOG.info("removed %d unused adapters' files", len(removed))
+            await self._collect_documents(lines, now_unix_s - FILES_GRACE_S)
         return registered
+
+    async def _collect_documents(self, lines: Sequence[Line], before_unix_s: float) -> None:
+        reports = {version.report for line in lines for version in line.versions}
+        tenants = (await self._store.list(keys.TENANTS)).kvs
+        tenant_ids = {kv.key.removeprefix(keys.TENANTS) for kv in tenants}
+        for document in await self._documents.held():
+            is_used = document.name in reports if document.kind == REPORTS else document.tenant_id in tenant_ids
+            if not is_used and document.changed_unix_s < before_unix_s:
+                await self._documents.delete(document.path)

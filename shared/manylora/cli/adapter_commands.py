@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,6 +15,10 @@ if TYPE_CHECKING:  # the client is loaded by the command that runs
     from manylora.client.aio import Adapters
 
 adapter_app = typer.Typer(help="Adapters in tenants' namespaces.", no_args_is_help=True)
+samples_app = typer.Typer(help="Samples that tenants' quality gates judge by.", no_args_is_help=True)
+adapter_app.add_typer(samples_app, name="samples")
+
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report as a page, too.")]
 
 
 @adapter_app.command()
@@ -35,6 +40,98 @@ def add(
     from manylora.cli import adapters
 
     run(adapters.add(connect(server, key), tenant, name, path, as_json=as_json), as_json=as_json)
+
+
+@adapter_app.command()
+def check(
+    source: Annotated[str, typer.Argument(help="As of add.")],
+    tenant: Tenant,
+    name: Annotated[str, typer.Option(help="Compare with this adapter's version in force.")] = "",
+    samples: Annotated[
+        Path | None, typer.Option(help="JSON lines with prompt (or messages) and expected; default: the policy's.")
+    ] = None,
+    judge: Annotated[str, typer.Option(help="exact, contains, regex, json, json_schema or perplexity.")] = "",
+    html: Html = None,
+    as_json: Json = False,
+    server: Server = DEFAULT_SERVER,
+    key: Key = None,
+) -> None:
+    """Check an adapter as add does, and register nothing; exit code 1 where it would not be served."""
+    from manylora.reports import adapter_reports
+
+    checking = adapter_reports.check(
+        connect(server, key), tenant, source, name=name, samples=samples, judge=judge, html=html, as_json=as_json
+    )
+    run(checking, as_json=as_json)
+
+
+@adapter_app.command()
+def report(
+    name: Annotated[str, typer.Argument(help="NAME or NAME@VERSION; NAME: its newest version.")],
+    tenant: Tenant,
+    html: Html = None,
+    as_json: Json = False,
+    server: Server = DEFAULT_SERVER,
+    key: Key = None,
+) -> None:
+    """Show what was found of a version when it was added."""
+    from manylora.reports import adapter_reports
+
+    run(adapter_reports.report(connect(server, key), tenant, name, html=html, as_json=as_json), as_json=as_json)
+
+
+@adapter_app.command()
+def export(
+    name: Annotated[str, typer.Argument(help="NAME or NAME@VERSION; NAME: its version in force.")],
+    tenant: Tenant,
+    merged: Annotated[Path, typer.Option(help="The folder to write: the base model with the adapter in its weights.")],
+    model: Annotated[str, typer.Option(help="The base model, as of `up`: demo, a folder, or a name on the hub.")],
+    as_json: Json = False,
+    server: Server = DEFAULT_SERVER,
+    key: Key = None,
+) -> None:
+    """Write a version merged with its base model, on this machine."""
+    from manylora.reports import adapter_reports
+
+    exporting = adapter_reports.export(connect(server, key), tenant, name, merged=merged, model=model, as_json=as_json)
+    run(exporting, as_json=as_json)
+
+
+@samples_app.command("put")
+def put_samples(
+    name: Annotated[str, typer.Argument(help="As adapters.gate.samples of the policy names them.")],
+    path: Annotated[Path, typer.Argument(help="JSON lines with prompt (or messages) and expected.")],
+    tenant: Tenant,
+    as_json: Json = False,
+    server: Server = DEFAULT_SERVER,
+    key: Key = None,
+) -> None:
+    """Keep samples, in the place of those of that name."""
+    from manylora.reports import adapter_reports
+
+    run(adapter_reports.put_samples(connect(server, key), tenant, name, path, as_json=as_json), as_json=as_json)
+
+
+@samples_app.command("list")
+def list_samples(tenant: Tenant, as_json: Json = False, server: Server = DEFAULT_SERVER, key: Key = None) -> None:
+    """List a tenant's samples."""
+    from manylora.reports import adapter_reports
+
+    run(adapter_reports.list_samples(connect(server, key), tenant, as_json=as_json), as_json=as_json)
+
+
+@samples_app.command("remove")
+def remove_samples(
+    name: Annotated[str, typer.Argument()],
+    tenant: Tenant,
+    as_json: Json = False,
+    server: Server = DEFAULT_SERVER,
+    key: Key = None,
+) -> None:
+    """Remove samples; a policy that names them lets no version through then."""
+    from manylora.reports import adapter_reports
+
+    run(adapter_reports.remove_samples(connect(server, key), tenant, name, as_json=as_json), as_json=as_json)
 
 
 @adapter_app.command("list")

@@ -10,9 +10,8 @@ import typer
 
 from manylora.cli.output import EXIT_FAILED, Target, print_json, print_table, say, stderr_console, write
 from manylora.client import AdapterInfo
+from manylora.client.adapter_documents import STORE_PREFIX
 from manylora.client.aio import Progress
-
-STORE_PREFIX = "store:"
 
 
 async def add(target: Target, tenant: str, name: str, path: str, *, as_json: bool) -> None:

@@ -34,7 +34,7 @@ async def history(target: Target, tenant: str, name: str, *, as_json: bool) -> N
     rows = [
         (
             each.number,
-            _state(line, each.number, each.retired_unix_s),
+            _state(line, each.number, each.retired_unix_s, each.state),
             each.version[:12],
             each.max_lora_rank,
             f"{each.size_bytes / 1e6:.2f} MB",
@@ -59,12 +59,12 @@ async def history(target: Target, tenant: str, name: str, *, as_json: bool) -> N
             write(f"  {each.name}: {shares} (evidence {each.evidence:.3g})\n")
 
 
-def _state(line: AdapterLine, number: int, retired_unix_s: float) -> str:
-    if number == line.in_force:
+def _state(line: AdapterLine, number: int, retired_unix_s: float, verdict: str) -> str:
+    if number == line.in_force and not verdict:
         return "in force"
     if line.rollout is not None and number == line.rollout.to:
         return f"rollout {line.rollout.percent} %"
-    return "retired" if retired_unix_s else "by @ alone"
+    return "retired" if retired_unix_s else verdict or "by @ alone"
 
 
 def _time(unix_s: float) -> str:

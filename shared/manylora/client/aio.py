@@ -25,7 +25,7 @@ from manylora_shared.sampling import Sampling
 from manylora_shared.transport.base import Stream, Transport, methods_of
 from manylora_shared.transport.grpc_transport import GrpcTransport
 
-from manylora.client.adapter_lines import AdapterLines
+from manylora.client.adapter_documents import ADD_TIMEOUT_S, AdapterDocuments
 from manylora.client.answers import Collector, Event, RequestFailed, Result
 from manylora.client.caller import DEFAULT_TIMEOUT_S, Caller, deadline_of, left_s_of, printable
 from manylora.client.cluster import (
@@ -220,7 +220,7 @@ class Tenants:
         return lifted_from(await self._caller.call(_ADMIN["LiftQuarantine"], request, timeout_s=timeout_s))
 
 
-class Adapters(AdapterLines):
+class Adapters(AdapterDocuments):
     async def add(
         self,
         tenant_id: str,
@@ -228,7 +228,7 @@ class Adapters(AdapterLines):
         path: Path | str,
         *,
         on_progress: Progress | None = None,
-        timeout_s: float = 300.0,
+        timeout_s: float = ADD_TIMEOUT_S,
     ) -> AdapterInfo:
         """Uploads a PEFT folder, after the checks that need no server."""
         folder = AdapterFolder.open(Path(path))
@@ -241,14 +241,16 @@ class Adapters(AdapterLines):
         return await self._add(header, folder, on_progress, timeout_s)
 
     async def add_from_store(
-        self, tenant_id: str, name: str, store_path: str, *, timeout_s: float = 300.0
+        self, tenant_id: str, name: str, store_path: str, *, timeout_s: float = ADD_TIMEOUT_S
     ) -> AdapterInfo:
         """store_path: a folder in the cluster's adapter store already, relative to its root."""
         return await self._add(
             admin_pb2.AddAdapterHeader(tenant_id=tenant_id, name=name, store_path=store_path), None, None, timeout_s
         )
 
-    async def add_from_source(self, tenant_id: str, name: str, source: str, *, timeout_s: float = 300.0) -> AdapterInfo:
+    async def add_from_source(
+        self, tenant_id: str, name: str, source: str, *, timeout_s: float = ADD_TIMEOUT_S
+    ) -> AdapterInfo:
         """source: s3://BUCKET/PREFIX, https://HOST/PATH, hf://ORG/NAME[@REVISION], which a router reads."""
         return await self._add(
             admin_pb2.AddAdapterHeader(tenant_id=tenant_id, name=name, source=source), None, None, timeout_s

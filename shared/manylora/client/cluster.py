@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,22 @@ class AdapterInfo:
     created_unix_s: float
     number: int = 1  # in its name's line
     retired_unix_s: float = 0.0  # 0: it can be asked for
+    state: str = ""  # rejected or inconclusive: the quality gate's verdict, and nobody gets it
+    report: str = ""  # its validation report's digest; empty: there is none
+
+
+@dataclass(frozen=True)
+class CheckedAdapter:
+    passed: bool
+    report: Mapping[str, Any]  # docs/API.md
+
+
+@dataclass(frozen=True)
+class SamplesInfo:
+    name: str
+    size_bytes: int
+    changed_unix_s: float
+    count: int = 0  # as they are put; 0: not counted
 
 
 @dataclass(frozen=True)

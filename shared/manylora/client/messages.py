@@ -46,6 +46,7 @@ from manylora.client.cluster import (
     RolloutProgress,
     RolloutStatus,
     RouterStatus,
+    SamplesInfo,
     SchedulerStatus,
     SloStatus,
     TenantAdapters,
@@ -64,6 +65,10 @@ def tenant_from(message: admin_pb2.TenantInfo) -> TenantInfo:
 
 def adapter_from(message: admin_pb2.AdapterInfo) -> AdapterInfo:
     return _scalars(AdapterInfo, message, target_modules=tuple(message.target_modules))
+
+
+def samples_from(message: admin_pb2.SamplesInfo) -> SamplesInfo:
+    return _scalars(SamplesInfo, message)
 
 
 def line_from(message: admin_pb2.AdapterLine) -> AdapterLine:

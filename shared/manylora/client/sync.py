@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 from manylora_shared.transport.base import Transport
 
+from manylora.client.adapter_documents import ADD_TIMEOUT_S
 from manylora.client.aio import (
     DEFAULT_SERVER,
     Client,
@@ -24,12 +25,14 @@ from manylora.client.cluster import (
     AdapterInfo,
     AdapterLine,
     AutoRollout,
+    CheckedAdapter,
     ClusterStatus,
     GivenFeedback,
     KeyInfo,
     LiftedQuarantine,
     Models,
     PolicyChange,
+    SamplesInfo,
     TenantInfo,
     VerifiedAdapter,
 )
@@ -190,14 +193,18 @@ class SyncAdapters:
         path: Path | str,
         *,
         on_progress: Progress | None = None,
-        timeout_s: float = 300.0,
+        timeout_s: float = ADD_TIMEOUT_S,
     ) -> AdapterInfo:
         return self._thread.run(self._adapters.add(tenant_id, name, path, on_progress=on_progress, timeout_s=timeout_s))
 
-    def add_from_store(self, tenant_id: str, name: str, store_path: str, *, timeout_s: float = 300.0) -> AdapterInfo:
+    def add_from_store(
+        self, tenant_id: str, name: str, store_path: str, *, timeout_s: float = ADD_TIMEOUT_S
+    ) -> AdapterInfo:
         return self._thread.run(self._adapters.add_from_store(tenant_id, name, store_path, timeout_s=timeout_s))
 
-    def add_from_source(self, tenant_id: str, name: str, source: str, *, timeout_s: float = 300.0) -> AdapterInfo:
+    def add_from_source(
+        self, tenant_id: str, name: str, source: str, *, timeout_s: float = ADD_TIMEOUT_S
+    ) -> AdapterInfo:
         return self._thread.run(self._adapters.add_from_source(tenant_id, name, source, timeout_s=timeout_s))
 
     def list(self, tenant_id: str = "", *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[AdapterInfo, ...]:
@@ -235,6 +242,34 @@ class SyncAdapters:
 
     def history(self, tenant_id: str, name: str) -> AdapterLine:
         return self._thread.run(self._adapters.history(tenant_id, name))
+
+    def check(
+        self,
+        tenant_id: str,
+        source: Path | str,
+        *,
+        name: str = "",
+        samples: bytes = b"",
+        judge: str = "",
+        timeout_s: float = ADD_TIMEOUT_S,
+    ) -> CheckedAdapter:
+        checking = self._adapters.check(tenant_id, source, name=name, samples=samples, judge=judge, timeout_s=timeout_s)
+        return self._thread.run(checking)
+
+    def report(self, tenant_id: str, name: str, number: int = 0) -> tuple[AdapterInfo, dict[str, Any]]:
+        return self._thread.run(self._adapters.report(tenant_id, name, number))
+
+    def read(self, tenant_id: str, name: str, folder: Path, number: int = 0) -> AdapterInfo:
+        return self._thread.run(self._adapters.read(tenant_id, name, folder, number))
+
+    def put_samples(self, tenant_id: str, name: str, samples: bytes) -> SamplesInfo:
+        return self._thread.run(self._adapters.put_samples(tenant_id, name, samples))
+
+    def list_samples(self, tenant_id: str) -> tuple[SamplesInfo, ...]:
+        return self._thread.run(self._adapters.list_samples(tenant_id))
+
+    def remove_samples(self, tenant_id: str, name: str) -> None:
+        self._thread.run(self._adapters.remove_samples(tenant_id, name))
 
     def remove(self, tenant_id: str, name: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self._thread.run(self._adapters.remove(tenant_id, name, timeout_s=timeout_s))

@@ -171,7 +171,7 @@ class AddAdapterRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[AddAdapterHeader, _Mapping]] = ..., chunk: _Optional[_Union[FileChunk, _Mapping]] = ...) -> None: ...
 
 class AddAdapterHeader(_message.Message):
-    __slots__ = ("tenant_id", "name", "store_path", "chat_template", "added_tokens", "only_new", "source")
+    __slots__ = ("tenant_id", "name", "store_path", "chat_template", "added_tokens", "only_new", "source", "judge")
     class AddedTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -186,6 +186,7 @@ class AddAdapterHeader(_message.Message):
     ADDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ONLY_NEW_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    JUDGE_FIELD_NUMBER: _ClassVar[int]
     tenant_id: str
     name: str
     store_path: str
@@ -193,7 +194,8 @@ class AddAdapterHeader(_message.Message):
     added_tokens: _containers.ScalarMap[str, int]
     only_new: bool
     source: str
-    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., store_path: _Optional[str] = ..., chat_template: _Optional[str] = ..., added_tokens: _Optional[_Mapping[str, int]] = ..., only_new: _Optional[bool] = ..., source: _Optional[str] = ...) -> None: ...
+    judge: str
+    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., store_path: _Optional[str] = ..., chat_template: _Optional[str] = ..., added_tokens: _Optional[_Mapping[str, int]] = ..., only_new: _Optional[bool] = ..., source: _Optional[str] = ..., judge: _Optional[str] = ...) -> None: ...
 
 class FileChunk(_message.Message):
     __slots__ = ("file_name", "data")
@@ -208,6 +210,110 @@ class AddAdapterResponse(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     adapter: AdapterInfo
     def __init__(self, adapter: _Optional[_Union[AdapterInfo, _Mapping]] = ...) -> None: ...
+
+class CheckAdapterRequest(_message.Message):
+    __slots__ = ("header", "chunk")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    header: AddAdapterHeader
+    chunk: FileChunk
+    def __init__(self, header: _Optional[_Union[AddAdapterHeader, _Mapping]] = ..., chunk: _Optional[_Union[FileChunk, _Mapping]] = ...) -> None: ...
+
+class CheckAdapterResponse(_message.Message):
+    __slots__ = ("report", "passed")
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    PASSED_FIELD_NUMBER: _ClassVar[int]
+    report: bytes
+    passed: bool
+    def __init__(self, report: _Optional[bytes] = ..., passed: _Optional[bool] = ...) -> None: ...
+
+class GetAdapterReportRequest(_message.Message):
+    __slots__ = ("tenant_id", "name", "number")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    name: str
+    number: int
+    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
+
+class GetAdapterReportResponse(_message.Message):
+    __slots__ = ("adapter", "report")
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    adapter: AdapterInfo
+    report: bytes
+    def __init__(self, adapter: _Optional[_Union[AdapterInfo, _Mapping]] = ..., report: _Optional[bytes] = ...) -> None: ...
+
+class ReadAdapterRequest(_message.Message):
+    __slots__ = ("tenant_id", "name", "number")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    name: str
+    number: int
+    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
+
+class ReadAdapterResponse(_message.Message):
+    __slots__ = ("adapter", "chunk")
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    adapter: AdapterInfo
+    chunk: FileChunk
+    def __init__(self, adapter: _Optional[_Union[AdapterInfo, _Mapping]] = ..., chunk: _Optional[_Union[FileChunk, _Mapping]] = ...) -> None: ...
+
+class PutSamplesRequest(_message.Message):
+    __slots__ = ("tenant_id", "name", "samples")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    name: str
+    samples: bytes
+    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., samples: _Optional[bytes] = ...) -> None: ...
+
+class PutSamplesResponse(_message.Message):
+    __slots__ = ("samples",)
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    samples: SamplesInfo
+    def __init__(self, samples: _Optional[_Union[SamplesInfo, _Mapping]] = ...) -> None: ...
+
+class ListSamplesRequest(_message.Message):
+    __slots__ = ("tenant_id",)
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    def __init__(self, tenant_id: _Optional[str] = ...) -> None: ...
+
+class ListSamplesResponse(_message.Message):
+    __slots__ = ("samples",)
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    samples: _containers.RepeatedCompositeFieldContainer[SamplesInfo]
+    def __init__(self, samples: _Optional[_Iterable[_Union[SamplesInfo, _Mapping]]] = ...) -> None: ...
+
+class RemoveSamplesRequest(_message.Message):
+    __slots__ = ("tenant_id", "name")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    name: str
+    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class RemoveSamplesResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SamplesInfo(_message.Message):
+    __slots__ = ("name", "size_bytes", "changed_unix_s", "count")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    size_bytes: int
+    changed_unix_s: float
+    count: int
+    def __init__(self, name: _Optional[str] = ..., size_bytes: _Optional[int] = ..., changed_unix_s: _Optional[float] = ..., count: _Optional[int] = ...) -> None: ...
 
 class ListAdaptersRequest(_message.Message):
     __slots__ = ("tenant_id",)
@@ -250,7 +356,7 @@ class VerifyAdaptersResponse(_message.Message):
     def __init__(self, adapter: _Optional[_Union[AdapterInfo, _Mapping]] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class AdapterInfo(_message.Message):
-    __slots__ = ("tenant_id", "name", "version", "max_lora_rank", "size_bytes", "target_modules", "created_unix_s", "number", "retired_unix_s")
+    __slots__ = ("tenant_id", "name", "version", "max_lora_rank", "size_bytes", "target_modules", "created_unix_s", "number", "retired_unix_s", "state", "report")
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -260,6 +366,8 @@ class AdapterInfo(_message.Message):
     CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RETIRED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
     tenant_id: str
     name: str
     version: str
@@ -269,7 +377,9 @@ class AdapterInfo(_message.Message):
     created_unix_s: float
     number: int
     retired_unix_s: float
-    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., max_lora_rank: _Optional[int] = ..., size_bytes: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., created_unix_s: _Optional[float] = ..., number: _Optional[int] = ..., retired_unix_s: _Optional[float] = ...) -> None: ...
+    state: str
+    report: str
+    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., max_lora_rank: _Optional[int] = ..., size_bytes: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., created_unix_s: _Optional[float] = ..., number: _Optional[int] = ..., retired_unix_s: _Optional[float] = ..., state: _Optional[str] = ..., report: _Optional[str] = ...) -> None: ...
 
 class RolloutAdapterRequest(_message.Message):
     __slots__ = ("tenant_id", "name", "to", "percent", "sticky", "auto")

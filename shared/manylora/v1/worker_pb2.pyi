@@ -171,16 +171,42 @@ class ValidateAdapterRequest(_message.Message):
     def __init__(self, path: _Optional[str] = ..., tenant_id: _Optional[str] = ..., adapter_uid: _Optional[str] = ...) -> None: ...
 
 class ValidateAdapterResponse(_message.Message):
-    __slots__ = ("problems", "max_lora_rank", "size_bytes", "target_modules")
+    __slots__ = ("problems", "max_lora_rank", "size_bytes", "target_modules", "coverage", "was_tried")
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
     MAX_LORA_RANK_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     TARGET_MODULES_FIELD_NUMBER: _ClassVar[int]
+    COVERAGE_FIELD_NUMBER: _ClassVar[int]
+    WAS_TRIED_FIELD_NUMBER: _ClassVar[int]
     problems: _containers.RepeatedCompositeFieldContainer[AdapterProblem]
     max_lora_rank: int
     size_bytes: int
     target_modules: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, problems: _Optional[_Iterable[_Union[AdapterProblem, _Mapping]]] = ..., max_lora_rank: _Optional[int] = ..., size_bytes: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ...) -> None: ...
+    coverage: AdapterCoverage
+    was_tried: bool
+    def __init__(self, problems: _Optional[_Iterable[_Union[AdapterProblem, _Mapping]]] = ..., max_lora_rank: _Optional[int] = ..., size_bytes: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., coverage: _Optional[_Union[AdapterCoverage, _Mapping]] = ..., was_tried: _Optional[bool] = ...) -> None: ...
+
+class AdapterCoverage(_message.Message):
+    __slots__ = ("modules", "layers", "tensors", "tensors_left_out", "left_out")
+    MODULES_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    modules: _containers.RepeatedCompositeFieldContainer[ChangedModule]
+    layers: int
+    tensors: int
+    tensors_left_out: int
+    left_out: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, modules: _Optional[_Iterable[_Union[ChangedModule, _Mapping]]] = ..., layers: _Optional[int] = ..., tensors: _Optional[int] = ..., tensors_left_out: _Optional[int] = ..., left_out: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ChangedModule(_message.Message):
+    __slots__ = ("path", "rank")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    rank: int
+    def __init__(self, path: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class AdapterProblem(_message.Message):
     __slots__ = ("field", "description")

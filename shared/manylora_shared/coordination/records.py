@@ -184,6 +184,8 @@ class AdapterRecord(_JsonRecord):
     target_modules: tuple[str, ...]
     created_unix_s: float
     number: int = 1
+    state: str = ""
+    report: str = ""
     others: tuple[AdapterVersion, ...] = ()
     rollouts: tuple[Rollout, ...] = ()
     events: tuple[LineEvent, ...] = ()
@@ -194,13 +196,21 @@ class AdapterRecord(_JsonRecord):
 
     @functools.cached_property
     def line(self) -> Line:
-        modules = self.target_modules
-        first = AdapterVersion(self.number, self.uid, self.max_lora_rank, self.size_bytes, modules, self.created_unix_s)
+        first = AdapterVersion(
+            self.number,
+            self.uid,
+            self.max_lora_rank,
+            self.size_bytes,
+            self.target_modules,
+            self.created_unix_s,
+            state=self.state,
+            report=self.report,
+        )
         return Line(first, self.others, self.rollouts, self.events)
 
     @classmethod
     def of(cls, tenant_id: str, name: str, line: Line) -> Self:
-        record = cls(tenant_id, name, "", 0, 0, (), 0.0, 1, line.others, line.rollouts, line.events)
+        record = cls(tenant_id, name, "", 0, 0, (), 0.0, others=line.others, rollouts=line.rollouts, events=line.events)
         return record.at(line.in_force)
 
     def at(self, version: AdapterVersion) -> Self:
@@ -213,6 +223,8 @@ class AdapterRecord(_JsonRecord):
             target_modules=version.target_modules,
             created_unix_s=version.created_unix_s,
             number=version.number,
+            state=version.state,
+            report=version.report,
         )
 
 

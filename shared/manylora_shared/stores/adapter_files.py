@@ -40,6 +40,7 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 FILE_NAMES = (CONFIG_NAME, WEIGHTS_NAME)
 OBJECTS = "objects"
 INCOMING = "incoming"
+DOCUMENTS = "documents"  # documents.py
 _TRASH = "trash-"
 
 MAX_CHUNK_BYTES = 1 << 20
@@ -318,7 +319,7 @@ class LocalAdapterFiles:
     def _import_from(self, incoming: str, store_path: str) -> BroughtTokenizer:
         source = resolve_inside(self._root, store_path, field="store_path")
         first = source.relative_to(self._root).parts[0]
-        if first in (INCOMING, OBJECTS):
+        if first in (INCOMING, OBJECTS, DOCUMENTS):
             raise InvalidRequest.of("store_path", f"{first}/ belongs to the store itself")
         folder = self._incoming(incoming)
         problems: list[FieldViolation] = []

@@ -104,6 +104,9 @@ class Bucket:
             lambda: obstore.put(self._store, path, file, chunk_size=_SENT_PART_BYTES, max_concurrency=_PARTS_AT_A_TIME),
         )
 
+    def put_bytes(self, path: str, data: bytes) -> None:
+        self._told(path, lambda: obstore.put(self._store, path, data))
+
     def copy(self, source: str, target: str) -> None:
         """On the store's side; replaces `target`."""
         self._told(source, lambda: obstore.copy(self._store, source, target))

@@ -17,6 +17,7 @@ from manylora_shared.ids import AdapterDigest, is_digest
 from manylora_shared.stores.adapter_files import (
     CONFIG_NAME,
     DEFAULT_MAX_WEIGHTS_BYTES,
+    DOCUMENTS,
     FILE_NAMES,
     INCOMING,
     MAX_CONFIG_BYTES,
@@ -91,10 +92,10 @@ class BucketAdapterFiles:
         if (
             not store_path.isprintable()
             or any(part in ("", ".", "..") for part in parts)
-            or parts[0] in (INCOMING, OBJECTS)
+            or parts[0] in (INCOMING, OBJECTS, DOCUMENTS)
         ):
             raise InvalidRequest.of(
-                "store_path", "must be a path of the adapter store, outside of incoming and objects"
+                "store_path", "must be a path of the adapter store, outside of incoming, objects and documents"
             )
         folder = self._staging / incoming
         problems: list[FieldViolation] = []

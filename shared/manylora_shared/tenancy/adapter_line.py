@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -30,6 +31,7 @@ class Change(enum.StrEnum):
     PROMOTE = "promote"
     ROLLBACK = "rollback"
     RETIRE = "retire"
+    REJECT = "reject"  # added, and not served
 
 
 class LineProblem(ValueError):
@@ -49,6 +51,12 @@ class AdapterVersion:
     target_modules: tuple[str, ...]
     created_unix_s: float
     retired_unix_s: float = 0.0  # 0: it can be asked for
+    state: str = ""  # rejected or inconclusive: the gate's verdict, for which nobody gets it
+    report: str = ""  # its validation report's digest; empty: there is none
+
+    @property
+    def is_served(self) -> bool:
+        return not self.retired_unix_s and not self.state
 
 
 @dataclass(frozen=True)
@@ -116,14 +124,14 @@ class Line:
 
     @property
     def served(self) -> tuple[AdapterVersion, ...]:
-        return tuple(version for version in self.versions if not version.retired_unix_s)
+        return tuple(version for version in self.versions if version.is_served)
 
     @property
     def rollout(self) -> Rollout | None:
         return self.rollouts[0] if self.rollouts else None
 
     def version(self, number: int) -> AdapterVersion | None:
-        """None: there is none, or it is retired."""
+        """None: there is none, or nobody gets it."""
         return next((version for version in self.served if version.number == number), None)
 
     def choose(self, asked: int | None, keys: StickyKeys) -> AdapterVersion | None:
@@ -133,17 +141,20 @@ class Line:
         rollout = self.rollout
         if rollout is not None and rollout.takes(keys.of(rollout.sticky)):
             return self.version(rollout.to) or self.in_force
-        return self.in_force
+        return self.in_force if self.in_force.is_served else None  # a name's first version may have been rejected
 
     def add(self, version: AdapterVersion, now_unix_s: float) -> tuple[Self, AdapterVersion]:
         """The line with the version under the next number, and that version; one that is served already stays."""
         known = next((each for each in self.served if each.uid == version.uid), None)
         if known is not None:
             return self, known
-        if len(self.served) >= MAX_VERSIONS:
+        if version.is_served and len(self.served) >= MAX_VERSIONS:
             raise LineProblem("name", f"has {MAX_VERSIONS} versions, as many as a name may have: retire some")
         new = replace(version, number=self.versions[-1].number + 1)
-        return self._told(LineEvent(now_unix_s, Change.ADD, new.number), others=(*self.others, new)), new
+        event = LineEvent(now_unix_s, Change.REJECT if new.state else Change.ADD, new.number)
+        if new.is_served and not self.served:
+            return self._in_force(new, event), new
+        return self._told(event, others=_remembered((*self.others, new), new.number)), new
 
     def roll_out(
         self, to: int, percent: int, sticky: str, salt: str, now_unix_s: float, plan: Plan | None = None
@@ -189,7 +200,7 @@ class Line:
     def promote(self, to: int, now_unix_s: float) -> Self:
         """Puts a version in force for all, and ends a rollout. 0: the rollout's, or else the newest."""
         rollout = self.rollout
-        number = to or (rollout.to if rollout is not None else self.served[-1].number)
+        number = to or (rollout.to if rollout is not None else (self.served or self.versions)[-1].number)
         version = self._served(number)
         if version == self.in_force and rollout is None:
             return self
@@ -212,17 +223,13 @@ class Line:
         if number == self.in_force.number or (self.rollout is not None and number == self.rollout.to):
             raise LineProblem("number", f"version {number} is in force or in a rollout: promote or roll back first")
         others = [replace(v, retired_unix_s=now_unix_s) if v.number == number else v for v in self.others]
-        retired = sorted((v for v in others if v.retired_unix_s), key=lambda v: v.number)
-        # The newest of all stays, so that no number is given twice.
-        newest = self.versions[-1].number
-        forgotten = [v for v in retired if v.number != newest][: max(0, len(retired) - MAX_RETIRED)]
         event = LineEvent(now_unix_s, Change.RETIRE, number)
-        return self._told(event, others=tuple(v for v in others if v not in forgotten))
+        return self._told(event, others=_remembered(others, self.versions[-1].number))
 
     def _served(self, number: int) -> AdapterVersion:
         version = self.version(number)
         if version is None:
-            raise LineProblem("to", f"version {number} is none of this adapter, or is retired")
+            raise LineProblem("to", f"version {number} is none of this adapter, or is retired or rejected")
         return version
 
     def _before(self) -> int | None:
@@ -258,3 +265,11 @@ class Line:
             rollouts=self.rollouts if rollouts is None else rollouts,
             events=(*self.events, event)[-MAX_EVENTS:],
         )
+
+
+def _remembered(others: Iterable[AdapterVersion], newest: int) -> tuple[AdapterVersion, ...]:
+    """Without the oldest of those that nobody gets. The newest of all stays, so that no number is given twice."""
+    kept = sorted(others, key=lambda version: version.number)
+    unserved = [version for version in kept if not version.is_served]
+    forgotten = [v for v in unserved if v.number != newest][: max(0, len(unserved) - MAX_RETIRED)]
+    return tuple(version for version in kept if version not in forgotten)

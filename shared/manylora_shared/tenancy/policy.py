@@ -16,6 +16,7 @@ import yaml
 
 from manylora_shared.errors import MAX_SHOWN, FieldViolation, InvalidRequest, shown
 from manylora_shared.ids import AdapterDigest, AdapterName, AdapterUid, QosClass, TenantId, adapter_uid, name_problem
+from manylora_shared.tenancy.adapter_gate import MAX_ANSWER_TOKENS, MAX_TIMEOUT_S, GateRule, Judge
 
 DEFAULT_WEIGHTS: Mapping[QosClass, int] = {QosClass.INTERACTIVE: 4, QosClass.STANDARD: 2, QosClass.BATCH: 1}
 MAX_WEIGHT = 1000
@@ -38,6 +39,8 @@ _STR_TAG = "tag:yaml.org,2002:str"
 _INT_TAG = "tag:yaml.org,2002:int"
 _BOOL_TAG = "tag:yaml.org,2002:bool"
 _SHARE = re.compile(r"0\.[0-9]{1,6}")
+_PART = re.compile(r"0(?:\.[0-9]{1,6})?|1(?:\.0{1,6})?")
+_GATE_PARTS = ("min_score", "max_drop", "min_gain")
 _PERCENTAGE = re.compile(r"([0-9]{2}(?:\.[0-9]{1,4})?)%")
 _LIMITS = {"max_prompt_tokens": (1, MAX_LIMIT_TOKENS), "max_output_tokens": (1, MAX_LIMIT_TOKENS)}
 _QUOTAS = {
@@ -123,6 +126,7 @@ class TenantPolicy:
     security: TenantSecurity = TenantSecurity()
     cache_group: str | None = None  # tenants whose policies name the same group share what is cached
     share_copies: bool = False  # of adapters, with the other tenants whose policies say so
+    adapter_gate: GateRule | None = None  # what a new version of an adapter must pass
 
     def weight(self, qos_class: QosClass) -> int:
         return self.classes[qos_class].weight
@@ -147,12 +151,14 @@ class TenantPolicy:
         quotas = _given(self.quotas, "  ") + _given(self.limits, "  ")
         if quotas:
             lines += ["quotas:", *quotas]
-        if self.pinned_adapters or self.share_copies:
-            lines += ["adapters:"]
+        if self.pinned_adapters or self.share_copies or self.adapter_gate is not None:
+            lines.append("adapters:")
         if self.pinned_adapters:
             lines += ["  pin:", *(f'  - "{name}"' for name in self.pinned_adapters)]
         if self.share_copies:
             lines += ["  share_copies: true"]
+        if self.adapter_gate is not None:
+            lines += ["  gate:", *_given(self.adapter_gate, "    ")]
         if self.cache_group is not None:
             lines += ["prefix_cache:", f'  group: "{self.cache_group}"']
         if self.security != TenantSecurity():
@@ -160,11 +166,15 @@ class TenantPolicy:
         return "\n".join(lines) + "\n"
 
 
-def _given(values: TokenRate | Slo | TenantLimits | TenantQuotas | TenantSecurity, indent: str) -> list[str]:
+def _given(values: TokenRate | Slo | TenantLimits | TenantQuotas | TenantSecurity | GateRule, indent: str) -> list[str]:
     return [f"{indent}{name}: {_scalar(value)}" for name, value in vars(values).items() if value is not None]
 
 
-def _scalar(value: bool | int | float) -> str:
+def _scalar(value: bool | int | float | str) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, float):  # never as 1e-06
+        return f"{value:.6f}".rstrip("0").rstrip(".")
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -256,12 +266,13 @@ class _Reader:
         quotas: dict[str, tuple[int, yaml.Node]] = {}
         pins: list[AdapterName] = []
         share_copies: list[bool | None] = []
+        gates: list[GateRule | None] = []
         security: dict[str, Any] = {}
         readers: dict[str, _Read] = {
             "tenant_id": lambda path, node: tenant_id.append(self._name(path, node)),
             "classes": lambda path, node: self._classes(path, node, classes),
             "quotas": lambda path, node: self._integers(path, node, {**_QUOTAS, **_LIMITS}, quotas),
-            "adapters": lambda path, node: self._adapters(path, node, pins, share_copies),
+            "adapters": lambda path, node: self._adapters(path, node, pins, share_copies, gates),
             "prefix_cache": lambda path, node: self._prefix_cache(path, node, cache_group),
             "security": lambda path, node: self._security(path, node, security),
         }
@@ -279,6 +290,7 @@ class _Reader:
             quotas=TenantQuotas(**{name: value for name, value in values.items() if name in _QUOTAS}),
             pinned_adapters=tuple(pins),
             share_copies=bool(_only(share_copies)),
+            adapter_gate=_only(gates),
             security=TenantSecurity(**security),
             cache_group=_only(cache_group),
         )
@@ -344,7 +356,14 @@ class _Reader:
             self._add(path, node, f"needs one of the keys {', '.join(readers)}")
         return Slo(_only(ttft), _only(availability)) if ttft or availability else None
 
-    def _adapters(self, path: str, node: yaml.Node, pins: list[AdapterName], share_copies: list[bool | None]) -> None:
+    def _adapters(
+        self,
+        path: str,
+        node: yaml.Node,
+        pins: list[AdapterName],
+        share_copies: list[bool | None],
+        gates: list[GateRule | None],
+    ) -> None:
         def read_pins(at: str, value: yaml.Node) -> None:
             if not isinstance(value, yaml.SequenceNode):
                 self._add(at, value, "must be a list of adapters' names")
@@ -365,8 +384,44 @@ class _Reader:
         readers: dict[str, _Read] = {
             "pin": read_pins,
             "share_copies": lambda at, value: share_copies.append(self._bool(at, value)),
+            "gate": lambda at, value: gates.append(self._gate(at, value)),
         }
         self._mapping(path, node, readers)
+
+    def _gate(self, path: str, node: yaml.Node) -> GateRule | None:
+        values: dict[str, Any] = {}
+
+        def keep(name: str, value: object) -> None:
+            if value is not None:
+                values[name] = value
+
+        readers: dict[str, _Read] = {
+            "samples": lambda at, value: keep("samples", self._name(at, value)),
+            "judge": lambda at, value: keep("judge", self._judge(at, value)),
+            "max_tokens": lambda at, value: keep("max_tokens", self._integer(at, value, 1, MAX_ANSWER_TOKENS)),
+            "timeout_s": lambda at, value: keep("timeout_s", self._integer(at, value, 1, MAX_TIMEOUT_S)),
+        }
+
+        def part_reader(name: str) -> _Read:
+            return lambda at, value: keep(name, self._part(at, value))
+
+        readers |= {name: part_reader(name) for name in _GATE_PARTS}
+        found = self._mapping(path, node, readers)
+        if found is not None and "samples" not in found:
+            self._add(f"{path}.samples", node, "is missing: the name of the tenant's samples")
+        return GateRule(**values) if "samples" in values else None
+
+    def _judge(self, path: str, node: yaml.Node) -> str | None:
+        if isinstance(node, yaml.ScalarNode) and node.value in tuple(Judge):
+            return str(node.value)
+        self._add(path, node, f"must be one of {', '.join(Judge)}")
+        return None
+
+    def _part(self, path: str, node: yaml.Node) -> float | None:
+        if isinstance(node, yaml.ScalarNode) and _PART.fullmatch(node.value):
+            return float(node.value)
+        self._add(path, node, "must be a number from 0 to 1, e.g. 0.95")
+        return None
 
     def _prefix_cache(self, path: str, node: yaml.Node, group: list[str | None]) -> None:
         found = self._mapping(path, node, {"group": lambda at, value: group.append(self._name(at, value))})

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 from manylora.v1 import admin_pb2, worker_pb2
 from manylora_shared.coordination.records import AdapterRecord
@@ -24,9 +25,10 @@ from manylora_shared.errors import (
 )
 from manylora_shared.ids import AdapterDigest, TenantId, name_problem
 from manylora_shared.process.clock import WallClock
-from manylora_shared.stores.adapter_files import AdapterFiles
+from manylora_shared.stores.adapter_files import FILE_NAMES, AdapterFiles
 from manylora_shared.stores.adapter_tokenizer import BroughtTokenizer
 from manylora_shared.telemetry.logs import fields
+from manylora_shared.tenancy.adapter_gate import Judge
 from manylora_shared.tenancy.identity import Principal, Scope
 from manylora_shared.tenancy.policy import TenantPolicy
 from manylora_shared.transport.base import methods_of
@@ -35,6 +37,7 @@ from manylora_shared.transport.places import Places
 from manylora_router.admin.sources import MAX_READS, Sources
 from manylora_router.links.channels import WorkerChannels
 from manylora_router.links.directory import Directory
+from manylora_router.quality.samples import MAX_SAMPLES_BYTES
 from manylora_router.text.service import TextService
 
 _LOG = logging.getLogger(__name__)
@@ -46,6 +49,35 @@ UPLOAD_IDLE_S = 60.0  # an upload that is waited for so long in all, beside the 
 SLOWEST_BYTES_PER_S = 64 * 1024
 UPLOAD_BYTES_PER_S = 128 << 20  # of a tenant, in all
 _VALIDATE_TIMEOUT_S = 300.0
+SAMPLES_NAME = "samples.jsonl"
+UploadPart = admin_pb2.AddAdapterRequest | admin_pb2.CheckAdapterRequest
+
+
+class AdapterRefused(InvalidRequest):
+    """By a worker. stage: of the report, in which it was."""
+
+    def __init__(self, message: str, *, violations: Sequence[FieldViolation], stage: str) -> None:
+        super().__init__(message, violations=violations)
+        self.stage = stage
+
+    @classmethod
+    def by(cls, answer: worker_pb2.ValidateAdapterResponse) -> AdapterRefused:
+        found = [FieldViolation(p.field, p.description) for p in answer.problems]
+        told = "; ".join(f"{v.field}: {v.description}" for v in found)
+        is_format = any(v.field in FILE_NAMES for v in found)
+        return cls(told, violations=found, stage="trial" if answer.was_tried else _STAGES[is_format])
+
+
+_STAGES = {True: "format", False: "compatibility"}
+
+
+@dataclass(frozen=True)
+class Taken:
+    """An adapter whose files are in the store, and which a worker found good."""
+
+    record: AdapterRecord
+    coverage: worker_pb2.AdapterCoverage
+    samples: bytes  # of a check; empty: none came
 
 
 class AdapterIntake:
@@ -74,7 +106,7 @@ class AdapterIntake:
         return self._uploads.num_held
 
     async def read_header(
-        self, requests: AsyncIterator[admin_pb2.AddAdapterRequest], caller: Principal
+        self, requests: AsyncIterator[UploadPart], caller: Principal, *, needs_name: bool = True
     ) -> admin_pb2.AddAdapterHeader:
         """Fills in its tenant. Raises PermissionDenied and InvalidRequest."""
         if not (caller.may(Scope.OPERATOR) or caller.may(Scope.ADMIN)):
@@ -96,8 +128,10 @@ class AdapterIntake:
         wrong = [
             FieldViolation(f"header.{name}", problem)
             for name, value in (("tenant_id", header.tenant_id), ("name", header.name))
-            if (problem := name_problem(value))
+            if (value or needs_name or name == "tenant_id") and (problem := name_problem(value))
         ]
+        if header.judge and header.judge not in tuple(Judge):
+            wrong.append(FieldViolation("header.judge", f"must be one of {', '.join(Judge)}"))
         if wrong:
             raise InvalidRequest.of_all(wrong)
         return header
@@ -109,35 +143,37 @@ class AdapterIntake:
     async def take_in(
         self,
         header: admin_pb2.AddAdapterHeader,
-        requests: AsyncIterator[admin_pb2.AddAdapterRequest],
+        requests: AsyncIterator[UploadPart],
         *,
         is_operator: bool,
-    ) -> AdapterRecord:
+        takes_samples: bool = False,
+    ) -> Taken:
         """Brings the files into the adapter store, if a worker finds them good.
 
         Raises:
-            InvalidRequest: with all that is wrong.
+            InvalidRequest: with all that is wrong; AdapterRefused where a worker says so.
             DeadlineExceeded: the files come too slowly.
             ServiceUnavailable: no worker answers, or no source.
         """
         incoming = await self._files.begin()
+        samples = bytearray() if takes_samples else None
         try:
             if header.store_path:
-                await self._no_chunks(requests)
+                await self._receive(requests, None, samples)
                 await self._check(await self._files.import_from(incoming, header.store_path))
             elif header.source:
-                await self._no_chunks(requests)
+                await self._receive(requests, None, samples)
                 brought = await self._sources.bring(
                     header.source, header.tenant_id, is_operator=is_operator, files=self._files, incoming=incoming
                 )
                 await self._check(brought)
             else:
                 await self._check(BroughtTokenizer(header.chat_template, header.added_tokens))
-                await self._receive(requests, incoming)
+                await self._receive(requests, incoming, samples)
             digest = await self._files.finish(incoming)
-            record = await self._validate(header, incoming, digest)
+            record, coverage = await self._validate(header, incoming, digest)
             await self._files.commit(incoming, digest)
-            return record
+            return Taken(record, coverage, bytes(samples or b""))
         finally:
             # Shielded: a caller that goes away must not leave its files behind.
             await asyncio.shield(self._files.discard(incoming))
@@ -146,7 +182,10 @@ class AdapterIntake:
         if problems := await self._text.differences(brought):
             raise InvalidRequest.of_all(problems)
 
-    async def _receive(self, requests: AsyncIterator[admin_pb2.AddAdapterRequest], incoming: str) -> None:
+    async def _receive(
+        self, requests: AsyncIterator[UploadPart], incoming: str | None, samples: bytearray | None
+    ) -> None:
+        """incoming: None: no files are to come. samples: None: no samples."""
         loop, waited_s, received_bytes = asyncio.get_running_loop(), 0.0, 0
         while True:
             asked_at = loop.time()
@@ -158,15 +197,16 @@ class AdapterIntake:
             if message.WhichOneof("part") != "chunk":
                 raise InvalidRequest.of("chunk", "must be every message after the first")
             received_bytes += len(message.chunk.data)
-            await self._files.append(incoming, message.chunk.file_name, message.chunk.data)
+            if samples is not None and message.chunk.file_name == SAMPLES_NAME:
+                samples += message.chunk.data
+                if len(samples) > MAX_SAMPLES_BYTES:
+                    raise InvalidRequest.of(SAMPLES_NAME, f"has more than {MAX_SAMPLES_BYTES} bytes")
+            elif incoming is None:
+                raise InvalidRequest.of("chunk", "must not be sent with header.store_path or header.source")
+            else:
+                await self._files.append(incoming, message.chunk.file_name, message.chunk.data)
 
-    async def _no_chunks(self, requests: AsyncIterator[admin_pb2.AddAdapterRequest]) -> None:
-        if await self._next(requests) is not None:
-            raise InvalidRequest.of("chunk", "must not be sent with header.store_path or header.source")
-
-    async def _next(
-        self, requests: AsyncIterator[admin_pb2.AddAdapterRequest], within_s: float = UPLOAD_IDLE_S
-    ) -> admin_pb2.AddAdapterRequest | None:
+    async def _next(self, requests: AsyncIterator[UploadPart], within_s: float = UPLOAD_IDLE_S) -> UploadPart | None:
         try:
             async with asyncio.timeout(within_s):
                 return await anext(requests, None)
@@ -176,16 +216,16 @@ class AdapterIntake:
 
     async def _validate(
         self, header: admin_pb2.AddAdapterHeader, incoming: str, digest: AdapterDigest
-    ) -> AdapterRecord:
-        """Raises InvalidRequest with all that is wrong, ServiceUnavailable where no worker answers."""
+    ) -> tuple[AdapterRecord, worker_pb2.AdapterCoverage]:
+        """Raises AdapterRefused with all that is wrong, ServiceUnavailable where no worker answers."""
         tenant_id = TenantId(header.tenant_id)
         policy = self._directory.policy_of(tenant_id) or TenantPolicy(tenant_id)  # where it is not heard of yet
         answer = await self._ask_worker(
             worker_pb2.ValidateAdapterRequest(path=incoming, tenant_id=tenant_id, adapter_uid=policy.copy_of(digest))
         )
         if answer.problems:
-            raise InvalidRequest.of_all([FieldViolation(p.field, p.description) for p in answer.problems])
-        return AdapterRecord(
+            raise AdapterRefused.by(answer)
+        record = AdapterRecord(
             tenant_id=header.tenant_id,
             name=header.name,
             uid=digest,
@@ -194,6 +234,7 @@ class AdapterIntake:
             target_modules=tuple(answer.target_modules),
             created_unix_s=self._clock.now_unix_s(),
         )
+        return record, answer.coverage
 
     async def _ask_worker(self, request: worker_pb2.ValidateAdapterRequest) -> worker_pb2.ValidateAdapterResponse:
         workers = [record for _, record in sorted(self._directory.workers.items())]

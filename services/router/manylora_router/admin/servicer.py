@@ -19,8 +19,11 @@ from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Compare, Delete, KeyValue, Put, Store
 from manylora_shared.coordination.records import AdapterRecord, KeyRecord
 from manylora_shared.errors import (
+    AdapterRejected,
+    GateInconclusive,
     InternalError,
     InvalidRequest,
+    ManyloraError,
     NotFound,
     ServiceUnavailable,
     Unready,
@@ -28,7 +31,9 @@ from manylora_shared.errors import (
 )
 from manylora_shared.ids import TenantId, is_valid_name, name_problem
 from manylora_shared.process.clock import WallClock
+from manylora_shared.stores.documents import Documents
 from manylora_shared.telemetry.logs import fields
+from manylora_shared.tenancy.adapter_gate import Verdict
 from manylora_shared.tenancy.adapter_shares import pins_problem
 from manylora_shared.tenancy.identity import (
     AUTHORIZATION_KEY,
@@ -42,15 +47,18 @@ from manylora_shared.tenancy.identity import (
 from manylora_shared.tenancy.policy import TenantPolicy, line_of, parse_policy
 from manylora_shared.transport.base import Gate, ServerCall, Service
 
+from manylora_router.admin.adapter_documents import AdapterDocuments
 from manylora_router.admin.adapters import AdapterIntake
 from manylora_router.admin.draining import Draining
 from manylora_router.admin.service_levels import ServiceLevels
 from manylora_router.admin.status import ClusterStatus
+from manylora_router.admin.validation import AdapterValidation
 from manylora_router.admin.verification import Verification
 from manylora_router.admin.versions import AdapterVersions
 from manylora_router.links.callers import Callers
 from manylora_router.links.directory import Directory
 from manylora_router.links.wire import adapter_info, key_info, tenant_info
+from manylora_router.quality.report import Report
 
 _LOG = logging.getLogger(__name__)
 _MAX_CONFLICTS = 8  # times that a change is tried again because somebody else changed the same key
@@ -66,6 +74,8 @@ class AdminServicer:
         callers: Callers,
         store: Store,
         intake: AdapterIntake,
+        validation: AdapterValidation,
+        documents: Documents,
         verification: Verification,
         status: ClusterStatus,
         levels: ServiceLevels,
@@ -77,7 +87,10 @@ class AdminServicer:
         self._callers = callers
         self._store = store
         self._intake = intake
+        self._validation = validation
+        self._documents = documents
         self._verification = verification
+        self._adapter_documents = AdapterDocuments(callers, store, documents, validation)
         self._versions = AdapterVersions(callers, directory, store, clock, rng)
         self._status = status
         self._levels = levels
@@ -93,6 +106,7 @@ class AdminServicer:
             "ListTenants": self.list_tenants,
             "DeleteTenant": self.delete_tenant,
             "AddAdapter": self.add_adapter,
+            "CheckAdapter": self.check_adapter,
             "ListAdapters": self.list_adapters,
             "RemoveAdapter": self.remove_adapter,
             "VerifyAdapters": self.verify_adapters,
@@ -104,7 +118,7 @@ class AdminServicer:
             "Drain": self.drain,
             "GetStatus": self.get_status,
         }
-        return own | self._versions.handlers
+        return own | self._versions.handlers | self._adapter_documents.handlers
 
     def service(self, gate: Gate) -> Service:
         return Service(admin_pb2.DESCRIPTOR.services_by_name["AdminService"], self.handlers, gate=gate)
@@ -219,6 +233,7 @@ class AdminServicer:
                 # come before it.
                 removed += await self._delete_adapters(tenant_id)
                 await self._delete_keys(tenant_id)
+                await self._delete_documents(tenant_id)
                 await self._directory.tenant_seen(tenant_id, result.revision, deleted=True)
                 return admin_pb2.DeleteTenantResponse(removed_adapters=removed)
         raise _conflict()
@@ -233,6 +248,14 @@ class AdminServicer:
         # a record that cannot be read is nobody's key
         found = [(kv.key, _key_record(kv)) for kv in listing.kvs]
         await self._delete([key for key, record in found if record is not None and record.tenant_id == tenant_id])
+
+    async def _delete_documents(self, tenant_id: str) -> None:
+        """What the store does not let go now goes with the next collection."""
+        try:
+            for document in await self._documents.held(tenant_id):
+                await self._documents.delete(document.path)
+        except (ServiceUnavailable, OSError) as e:
+            _LOG.warning("documents of a tenant that is gone stay for now: %s", e, extra=fields(tenant=tenant_id))
 
     async def _delete(self, names: Sequence[str]) -> None:
         for start in range(0, len(names), _DELETE_BATCH):
@@ -345,12 +368,34 @@ class AdminServicer:
         caller = self._caller(call)
         header = await self._intake.read_header(requests, caller)
         with self._intake.place(header.tenant_id):  # first: what is refused costs etcd nothing
-            await self._stored_tenant(header.tenant_id)
+            policy = await self._policy_of(header.tenant_id)
             if header.only_new:
                 await self._versions.refuse_known(header.tenant_id, header.name)
-            record = await self._intake.take_in(header, requests, is_operator=caller.may(Scope.OPERATOR))
-        added = await self._versions.register(record, only_new=header.only_new)
+            record, report = await self._validation.take_in(
+                header, requests, policy, is_operator=caller.may(Scope.OPERATOR)
+            )
+            added = await self._versions.register(record, only_new=header.only_new)
+        if added.state:
+            raise refused_by_gate(added, report)
         return admin_pb2.AddAdapterResponse(adapter=adapter_info(added))
+
+    async def check_adapter(
+        self, requests: AsyncIterator[admin_pb2.CheckAdapterRequest], call: ServerCall
+    ) -> admin_pb2.CheckAdapterResponse:
+        caller = self._caller(call)
+        header = await self._intake.read_header(requests, caller, needs_name=False)
+        with self._intake.place(header.tenant_id):
+            policy = await self._policy_of(header.tenant_id)
+            report = await self._validation.check(header, requests, policy, is_operator=caller.may(Scope.OPERATOR))
+        return admin_pb2.CheckAdapterResponse(report=report.to_json(), passed=report.verdict is Verdict.PASSED)
+
+    async def _policy_of(self, tenant_id: str) -> TenantPolicy:
+        """As it stands in the store. Raises NotFound, Unready."""
+        stored = await self._stored_tenant(tenant_id)
+        try:
+            return parse_policy(stored.value.decode())
+        except (InvalidRequest, UnicodeDecodeError) as e:
+            raise Unready(f"tenant_id: the stored policy of tenant {tenant_id} cannot be read; apply it again") from e
 
     async def list_adapters(
         self, request: admin_pb2.ListAdaptersRequest, call: ServerCall
@@ -421,6 +466,13 @@ def _key_record(kv: KeyValue) -> KeyRecord | None:
         return KeyRecord.stored(kv)
     except ValueError:  # logged by the mirror
         return None
+
+
+def refused_by_gate(added: AdapterRecord, report: Report) -> ManyloraError:
+    told = f"version {added.number} of {added.name} is {added.state} and not served: {'; '.join(report.reasons)}"
+    if added.state == Verdict.INCONCLUSIVE:
+        return GateInconclusive(told)
+    return AdapterRejected(told)
 
 
 def _unknown_adapter(name: str) -> NotFound:

@@ -52,8 +52,9 @@ class AdapterVersions:
         }
 
     async def refuse_known(self, tenant_id: str, name: str) -> None:
-        """Raises AlreadyExists."""
-        if await self._store.get(keys.adapter(tenant_id, name)) is not None:
+        """Raises AlreadyExists, where there is a version that anybody gets."""
+        stored = await self._store.get(keys.adapter(tenant_id, name))
+        if stored is not None and _read(stored).line.served:
             raise AlreadyExists(f"header.name: the tenant has an adapter {name!r} already")
 
     async def register(self, record: AdapterRecord, *, only_new: bool) -> AdapterRecord:
@@ -68,10 +69,10 @@ class AdapterVersions:
             stored = await self._store.get(record.key)
             if stored is None:
                 changed, added = record, record
-            elif only_new:
-                raise AlreadyExists(f"header.name: the tenant has an adapter {record.name!r} already")
             else:
                 before = _read(stored)
+                if only_new and before.line.served:
+                    raise AlreadyExists(f"header.name: the tenant has an adapter {record.name!r} already")
                 try:
                     line, version = before.line.add(record.line.in_force, self._clock.now_unix_s())
                 except LineProblem as e:

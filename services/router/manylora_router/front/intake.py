@@ -109,7 +109,7 @@ class Intake:
             model.name,
             model.limits.max_context_tokens,
             model.sampling_defaults,
-            self._directory.adapters_of(policy.tenant_id),
+            [record for record in self._directory.adapters_of(policy.tenant_id) if record.line.served],
         )
 
     async def tokenize(self, request: RequestInput) -> tuple[Sequence[int], int]:
@@ -212,7 +212,10 @@ class Intake:
 
     def _admit_caller(self, tenant: str, request: RequestInput, request_id: str) -> tuple[TenantPolicy, Adapter | None]:
         directory, sticky = self._directory, StickyKeys(request_id, request.conversation, request.user)
-        return admission.admit_caller(tenant, request.adapter, directory.policy_of, directory.line_of, sticky)
+        policy, adapter = admission.admit_caller(
+            tenant, request.adapter, directory.policy_of, directory.line_of, sticky
+        )
+        return policy, request.candidate or adapter
 
     def _model(self) -> Model:
         model = self._directory.model

@@ -114,6 +114,7 @@ class RequestInput:
     traceparent: str | None = None
     time_remaining_s: float | None = None  # until the caller's deadline
     request_id: str = ""  # 32 hexadecimal digits that the front drew; empty: it draws none
+    candidate: Adapter | None = None  # in place of `adapter`: what no front can name, the quality gate's alone
 
     @property
     def qos_class(self) -> QosClass | None:

@@ -1,16 +1,30 @@
-"""Who calls: the one place that every front asks of a key or a token. Owns the count of failures by host."""
+"""Who calls: the one place that every front asks of a key or a token. Owns the count of failures by host, and what the
+router lends itself for requests of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from manylora_shared.coordination.records import KeyRecord
 from manylora_shared.errors import Unauthenticated
+from manylora_shared.ids import TenantId
 from manylora_shared.process.clock import WallClock
-from manylora_shared.tenancy.identity import Principal, authenticate, bearer_of, host_of
+from manylora_shared.tenancy.identity import (
+    AUTHORIZATION_KEY,
+    Principal,
+    Scope,
+    authenticate,
+    bearer,
+    bearer_of,
+    host_of,
+)
 
 from manylora_router.guard.failures import Failures
 from manylora_router.guard.tokens import Tokens, is_token
+
+_LENT_BITS = 256
 
 
 class Callers:
@@ -23,6 +37,17 @@ class Callers:
         self._clock = clock
         self._tokens = tokens
         self._failures = Failures()
+        self._lent: dict[str, Principal] = {}
+
+    @contextmanager
+    def lend(self, tenant_id: TenantId, getrandbits: Callable[[int], int]) -> Iterator[str]:
+        """An authorization to generate in the tenant's name, for requests of this process itself and for so long."""
+        secret = f"{getrandbits(_LENT_BITS):064x}"
+        self._lent[secret] = Principal("", tenant_id, (Scope.GENERATE,))
+        try:
+            yield bearer(secret)[AUTHORIZATION_KEY]
+        finally:
+            del self._lent[secret]
 
     def known(self, authorization: str, peer: str | None = None) -> Principal:
         """
@@ -35,6 +60,8 @@ class Callers:
         now = self._clock.now_unix_s()
         given = bearer_of(authorization)
         if peer is None:
+            if (lent := self._lent.get(given)) is not None:
+                return lent
             return self._principal(given, now, None)
         host = host_of(peer)
         try:

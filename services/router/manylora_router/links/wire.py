@@ -107,6 +107,8 @@ def adapter_info(record: AdapterRecord) -> admin_pb2.AdapterInfo:
         target_modules=record.target_modules,
         created_unix_s=record.created_unix_s,
         number=record.number,
+        state=record.state,
+        report=record.report,
     )
 
 

@@ -40,6 +40,7 @@ from manylora_worker.models.torch.model_runner import TorchModelRunner
 from manylora_worker.models.vocabulary import read_vocabulary
 from manylora_worker.weights.adapter_check import AdapterReport, ThreadValidator
 from manylora_worker.weights.backend import TorchAdapterBackend
+from manylora_worker.weights.coverage import coverage_of
 from manylora_worker.weights.host_memory import HostMemory
 from manylora_worker.weights.layout import Layout, elements_of
 from manylora_worker.weights.reader import AdapterReader, LocalReader
@@ -154,7 +155,7 @@ def build_rank(config: WorkerConfig, group: RankGroup | None, notify: Callable[[
     )
     validator = ThreadValidator(
         store,
-        lambda folder: _report(reader.check(folder), base),
+        lambda folder: _report(folder, reader.check(folder), base),
         backend.lends,
         lambda folder, uid: _largest_update(reader, base, folder, uid),
     )
@@ -261,16 +262,13 @@ def _warm_up(runner: DeviceModelRunner, device: torch.device) -> None:
     )  # fmt: skip
 
 
-def _report(layout: Layout, base: AdapterBase) -> AdapterReport:
-    targets = [
-        (stop - start, base.sites[placed.site].slots[slot].path)
-        for placed in layout
-        for slot, start, stop, _ in placed.slots
-    ]
+def _report(folder: Path, layout: Layout, base: AdapterBase) -> AdapterReport:
+    coverage = coverage_of(folder, layout, base)
     return AdapterReport(
-        max_lora_rank=max(rank for rank, _ in targets),
+        max_lora_rank=max(module.rank for module in coverage.modules),
         size_bytes=elements_of(layout) * base.dtype.itemsize,
-        target_modules=tuple(sorted({path.rpartition(".")[2] for _, path in targets})),
+        target_modules=tuple(sorted({module.path.rpartition(".")[2] for module in coverage.modules})),
+        coverage=coverage,
     )
 
 

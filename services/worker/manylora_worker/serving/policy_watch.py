@@ -137,6 +137,6 @@ class TenantWatch:
 
     def _pin(self, policy: TenantPolicy, name: AdapterName) -> Pin:
         record = self._adapters.values.get(f"{policy.tenant_id}/{name}")
-        if record is None:
+        if record is None or not record.line.in_force.is_served:
             return Pin(name, None)
         return Pin(name, policy.copy_of(AdapterDigest(record.uid)), record.size_bytes)

@@ -25,7 +25,7 @@ from manylora_worker.serving.adapter_trial import AdapterTrial
 from manylora_worker.serving.control import ControlSession
 from manylora_worker.serving.metrics import WorkerMetrics
 from manylora_worker.serving.spans import ExecuteSpans
-from manylora_worker.serving.wire import TIERS, engine_request, execute_finished, tokens_frame
+from manylora_worker.serving.wire import TIERS, coverage_message, engine_request, execute_finished, tokens_frame
 from manylora_worker.weights.adapter_check import AdapterValidator
 
 _MAX_FLUSH_S = 0.15  # however many streams there are, each gets seven frames a second
@@ -225,19 +225,20 @@ class WorkerServicer:
         if self._is_draining:
             raise ServiceUnavailable(f"worker {self._worker_id} is draining")
         report = await self._validator.validate(message.path, AdapterUid(message.adapter_uid))
-        found = list(report.problems)
-        if not found:
+        found, was_tried = list(report.problems), not report.problems
+        if was_tried:
             tried = await self._trial.problem(
                 message.path, TenantId(message.tenant_id), AdapterUid(message.adapter_uid)
             )
             found = [] if tried is None else [tried]
         if found:
             problems = [worker_pb2.AdapterProblem(field=p.field, description=p.description) for p in found]
-            return worker_pb2.ValidateAdapterResponse(problems=problems)
+            return worker_pb2.ValidateAdapterResponse(problems=problems, was_tried=was_tried)
         return worker_pb2.ValidateAdapterResponse(
             max_lora_rank=report.max_lora_rank,
             size_bytes=report.size_bytes,
             target_modules=report.target_modules,
+            coverage=coverage_message(report.coverage),
         )
 
     async def control(

@@ -17,6 +17,7 @@ from manylora_shared.wire import QOS_CLASSES
 from manylora_worker.hosting.output_stream import EndKind, StreamEnd
 from manylora_worker.kinds.api import AdapterTier, EngineRequest, FinishReason, Logprobs, Sampling, TokenOutput
 from manylora_worker.models.parts import ModelInfo
+from manylora_worker.weights.adapter_check import Coverage
 
 MAX_CHOICES = 8
 MAX_STOP_TOKENS = 256  # a caller's 64, and the model's own
@@ -167,3 +168,13 @@ def execute_finished(end: StreamEnd) -> worker_pb2.ExecuteFinished:
         finished.swaps = end.request_end.num_swaps
         finished.evictions = end.request_end.num_evictions
     return finished
+
+
+def coverage_message(coverage: Coverage) -> worker_pb2.AdapterCoverage:
+    return worker_pb2.AdapterCoverage(
+        modules=[worker_pb2.ChangedModule(path=module.path, rank=module.rank) for module in coverage.modules],
+        layers=coverage.num_layers,
+        tensors=coverage.num_tensors,
+        tensors_left_out=coverage.num_left_out,
+        left_out=coverage.left_out,
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -18,12 +18,28 @@ MAX_CHECKS = 2  # at the same time; the others wait
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, order=True)
+class ChangedModule:
+    path: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class Coverage:
+    modules: Sequence[ChangedModule] = ()  # by path
+    num_layers: int = 0  # of the base model, that an adapter may change
+    num_tensors: int = 0  # of the file
+    num_left_out: int = 0  # of these, for parts of the base model that no text goes through
+    left_out: Sequence[str] = ()  # the first of them
+
+
 @dataclass(frozen=True)
 class AdapterReport:
     problems: Sequence[FieldViolation] = ()  # with problems the rest means nothing
     max_lora_rank: int = 0
     size_bytes: int = 0  # on the device, in the compute dtype
     target_modules: Sequence[str] = ()  # distinct last path components, sorted
+    coverage: Coverage = field(default_factory=Coverage)
 
 
 class AdapterValidator(Protocol):

@@ -49,10 +49,10 @@ _COMMAS_A_TENSOR = 5
 _MORE_COMMAS = 8192  # of the header's metadata
 MAX_REPORTED = 32  # problems listed for one adapter; the last then says how many more there are
 
-_KEY_PREFIX = "base_model.model."
+KEY_PREFIX = "base_model.model."
 _MATRICES = {".lora_A.weight": "A", ".lora_B.weight": "B"}
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_LENGTH_BYTES = 8  # of a safetensors header, in front of it
+LENGTH_BYTES = 8  # of a safetensors header, in front of it
 _CHANGED = "changed while it was read"
 
 
@@ -200,8 +200,8 @@ class _WeightFile:
             content = scratch.take(self.size_bytes)
             self.stream.seek(0)
             if self.stream.readinto(content.numpy()) == self.size_bytes and not self.stream.read(1):
-                start = _LENGTH_BYTES + len(self.header)
-                if content[_LENGTH_BYTES:start].numpy().tobytes() == self.header:
+                start = LENGTH_BYTES + len(self.header)
+                if content[LENGTH_BYTES:start].numpy().tobytes() == self.header:
                     return content
             problems.add(WEIGHTS_NAME, _CHANGED)
         except OSError as error:
@@ -227,7 +227,7 @@ def _open_weights(
         return None
     try:
         stream = files.enter_context(path.open("rb"))
-        header_bytes = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+        header_bytes = int.from_bytes(stream.read(LENGTH_BYTES), "little")
         if header_bytes > MAX_HEADER_BYTES:
             problems.add(WEIGHTS_NAME, f"its header has {header_bytes} bytes; the limit is {MAX_HEADER_BYTES}")
             return None
@@ -269,7 +269,7 @@ def _check(
     assert tensors is not None
     modules = {}
     for path, scale in scales.items():
-        a, b = (tensors[f"{_KEY_PREFIX}{path}.lora_{matrix}.weight"].stored for matrix in _MATRICES.values())
+        a, b = (tensors[f"{KEY_PREFIX}{path}.lora_{matrix}.weight"].stored for matrix in _MATRICES.values())
         modules[path] = ModuleWeights(a, b, scale)
     return Packing.of(config, modules, base.sites, base.dtype)
 
@@ -286,7 +286,7 @@ def _tensors_of(path: Path, weights: _WeightFile, problems: Problems) -> dict[st
     try:
         entries = json.loads(weights.header)
         entries.pop("__metadata__", None)
-        start = _LENGTH_BYTES + len(weights.header)
+        start = LENGTH_BYTES + len(weights.header)
         found = {key: (entry["dtype"], entry["shape"]) for key, entry in entries.items()}
         if found == seen and all(_lies_in(weights.size_bytes - start, entry) for entry in entries.values()):
             return {
@@ -331,7 +331,7 @@ def _check_tensors(
             found[path][matrix] = info
     for path, matrices in found.items():
         for absent in sorted({"A", "B"} - set(matrices)):
-            problems.add(f"{_KEY_PREFIX}{path}.lora_{absent}.weight", "missing: its partner is there")
+            problems.add(f"{KEY_PREFIX}{path}.lora_{absent}.weight", "missing: its partner is there")
     if settings is not None:
         try:
             return _check_targets(found, ModuleMatcher(settings), base, problems)
@@ -359,14 +359,14 @@ def _check_targets(
     wanted = set(targeted)
     for path, matrices in found.items():
         if path not in wanted:
-            problems.add(f"{_KEY_PREFIX}{path}", "has weights, but target_modules does not target it")
+            problems.add(f"{KEY_PREFIX}{path}", "has weights, but target_modules does not target it")
             continue
         rank, scales[path] = matcher.rank_and_scale(path)
         in_features, out_features = base.modules[path]
         for matrix, shape in (("A", (rank, in_features)), ("B", (out_features, rank))):
             info = matrices.get(matrix)
             if info is not None and info.shape != shape:
-                key = f"{_KEY_PREFIX}{path}.lora_{matrix}.weight"
+                key = f"{KEY_PREFIX}{path}.lora_{matrix}.weight"
                 problems.add(key, f"has shape {list(info.shape)}, but {list(shape)} fits its rank and the base model")
     return scales
 
@@ -378,8 +378,8 @@ def _some(paths: Sequence[str]) -> str:
 def _parse_key(key: str) -> tuple[str, str | None]:
     """(module path, "A" or "B"), or (key, None) where the key is no LoRA matrix."""
     for suffix, matrix in _MATRICES.items():
-        if key.startswith(_KEY_PREFIX) and key.endswith(suffix):
-            return key[len(_KEY_PREFIX) : -len(suffix)], matrix
+        if key.startswith(KEY_PREFIX) and key.endswith(suffix):
+            return key[len(KEY_PREFIX) : -len(suffix)], matrix
     return key, None
 
 
@@ -390,5 +390,5 @@ def _name_unsound(adapter: HostAdapter, base: AdapterBase, problems: Problems) -
             path = base.sites[placed.site].slots[slot].path
             for matrix, packed in (("A", placed.a.of(buffer)[start:stop]), ("B", b.of(buffer))):
                 if not bool(torch.isfinite(packed).all()):
-                    key = f"{_KEY_PREFIX}{path}.lora_{matrix}.weight"
+                    key = f"{KEY_PREFIX}{path}.lora_{matrix}.weight"
                     problems.add(key, "holds NaN or infinite values (or overflows the model's number type)")

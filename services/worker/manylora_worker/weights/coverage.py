@@ -1,0 +1,56 @@
+"""What an adapter changes: which layers of the base model, at which rank, by which of its file's tensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from manylora_shared.errors import FieldViolation
+from manylora_shared.stores.adapter_files import WEIGHTS_NAME
+
+from manylora_worker.weights.adapter_check import ChangedModule, Coverage
+from manylora_worker.weights.layout import Layout
+from manylora_worker.weights.source import (
+    KEY_PREFIX,
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_REPORTED,
+    AdapterBase,
+    AdapterInvalid,
+)
+
+_MAX_LEFT_OUT = 16  # that are named
+
+
+def coverage_of(folder: Path, layout: Layout, base: AdapterBase) -> Coverage:
+    """Of a file that a reader found good. Raises AdapterInvalid where a tensor belongs to nothing that is computed."""
+    modules = sorted(
+        ChangedModule(base.sites[placed.site].slots[slot].path, stop - start)
+        for placed in layout
+        for slot, start, stop, _ in placed.slots
+    )
+    names = _tensor_names(folder / WEIGHTS_NAME)
+    paths = {module.path for module in modules}
+    left_out = [name for name in names if any(_lies_under(name, part) for part in base.left_out)]
+    unused = [name for name in names if name not in set(left_out) and not _belongs(name, paths)]
+    if unused:
+        raise AdapterInvalid.of_all(
+            [FieldViolation(name[:400], "changes nothing that is computed") for name in unused[:MAX_REPORTED]]
+        )
+    return Coverage(modules, len(base.modules), len(names), len(left_out), tuple(left_out[:_MAX_LEFT_OUT]))
+
+
+def _lies_under(name: str, part: str) -> bool:
+    return name.startswith(f"{KEY_PREFIX}{part}.")
+
+
+def _belongs(name: str, paths: set[str]) -> bool:
+    parts = name.removeprefix(KEY_PREFIX).split(".")
+    return name.startswith(KEY_PREFIX) and any(".".join(parts[:n]) in paths for n in range(1, len(parts)))
+
+
+def _tensor_names(path: Path) -> list[str]:
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        header = json.loads(file.read(min(header_bytes, MAX_HEADER_BYTES)))
+    return sorted(name for name in header if name != "__metadata__")

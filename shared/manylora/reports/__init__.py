@@ -1,0 +1,1 @@
+"""What a cluster tells of adapters in JSON: for people to read."""
