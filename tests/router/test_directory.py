@@ -109,3 +109,26 @@ def test_a_worker_that_computes_another_model_changes_nothing_and_stands_in_the_
         assert (directory.model.name, directory.model.limits.vocab_size) == ("other", 7)
 
     simulate(test)
+
+
+def test_a_tenants_adapters_are_found_by_name_and_go_with_their_records() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        directory = cluster.app.directory
+        kvs = (await cluster.store.list(keys.ADAPTERS)).kvs
+        record = json.loads(kvs[0].value)
+        names = ["z", "a", "m"]
+        for tenant in ("one", "one.two"):
+            for name in names:
+                changed = {**record, "tenant_id": tenant, "name": name}
+                await cluster.store.put(keys.adapter(tenant, name), json.dumps(changed).encode())
+        await until(lambda: len(directory.adapters_of("one.two")) == 3)
+        assert [each.name for each in directory.adapters_of("one")] == sorted(names)
+        await cluster.store.put(keys.adapter("one", "m"), b"{}")
+        await cluster.store.delete(keys.adapter("one", "a"))
+        await until(lambda: [each.name for each in directory.adapters_of("one")] == ["z"])
+        await cluster.store.delete(keys.adapter("one", "z"))
+        await until(lambda: not directory.adapters_of("one"))
+        assert len(directory.adapters_of("one.two")) == 3
+        assert "one" not in directory._by_tenant
+
+    simulate(test)

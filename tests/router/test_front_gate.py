@@ -45,13 +45,19 @@ class Router:
         self.going_on = asyncio.Event()
         self.slow = Places(20, kept=4, few=2)
         self.bytes_per_s = 1 << 30
+        self.own: Places | None = None
 
     def service(self) -> Service:
         records = {key.record.key_id: key.record for key in self.keys.values()}
         callers = Callers(records.get, FakeClock())
         bounds = Bounds(self.places, self.slow)
         gate = Gate(
-            callers, bounds, tenant_of=tenant_of, max_message_bytes=MAX_REQUEST_BYTES, pace=Pace(self.bytes_per_s)
+            callers,
+            bounds,
+            tenant_of=tenant_of,
+            max_message_bytes=MAX_REQUEST_BYTES,
+            pace=Pace(self.bytes_per_s),
+            own=self.own,
         )
         return Service(
             DESCRIPTOR,
@@ -71,8 +77,11 @@ class Router:
 
 
 @asynccontextmanager
-async def served(capacity: int = 1_000, kept: int = 100) -> AsyncIterator[tuple[Router, Channel]]:
+async def served(
+    capacity: int = 1_000, kept: int = 100, own: Places | None = None
+) -> AsyncIterator[tuple[Router, Channel]]:
     router = Router(Places(capacity, kept=kept, few=2))
+    router.own = own
     server = await GrpcTransport().serve("127.0.0.1:0", [router.service()])
     channel = GrpcTransport().connect(server.address)
     try:
@@ -150,6 +159,22 @@ async def test_a_call_that_sends_nothing_is_ended(monkeypatch: pytest.MonkeyPatc
         silent = channel._channel.stream_stream(METHODS["Generate"].path)  # type: ignore[attr-defined]
         call = silent(metadata=tuple(router.credentials("acme").items()))
         assert (await call.code()).value[0] == int(Code.DEADLINE_EXCEEDED)
+
+
+async def test_a_service_may_have_places_of_its_own() -> None:
+    own = Places(20, kept=4, few=2)
+    async with served(own=own) as (router, channel):
+        held = [ask(router, channel, "acme") for _ in range(8)]
+        for stream in held:
+            await stream.read()
+        code, message = await code_of(channel, inference_pb2.GenerateRequest(), router.credentials("acme"))
+        assert (code, "8 calls of tenant acme" in message) == (Code.RESOURCE_EXHAUSTED, True)
+        assert (router.places.num_held, own.num_held) == (8, 8), "who is refused has no place among all calls either"
+        other = ask(router, channel, "other")
+        await other.read()
+        for stream in (*held, other):
+            stream.cancel()
+        await until(lambda: not own.num_held)
 
 
 async def test_calls_whose_message_does_not_come_leave_places_for_others(monkeypatch: pytest.MonkeyPatch) -> None:

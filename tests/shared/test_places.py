@@ -41,7 +41,7 @@ def test_a_place_that_is_left_can_be_taken_again() -> None:
     st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=200),
     st.integers(1, 8),
 )
-def test_who_holds_few_is_refused_only_where_nothing_is_free(steps: list[tuple[int, bool]], few: int) -> None:
+def test_who_holds_few_is_refused_only_for_its_part_of_what_is_kept(steps: list[tuple[int, bool]], few: int) -> None:
     capacity, kept = 40, 10
     places = Places(capacity, kept=kept, few=few)
     held = dict.fromkeys(range(6), 0)
@@ -52,7 +52,7 @@ def test_who_holds_few_is_refused_only_where_nothing_is_free(steps: list[tuple[i
                 places.leave(str(account))
             continue
         free = capacity - sum(held.values())
-        fits = free > 0 if held[account] < few else held[account] < free - kept
+        fits = held[account] < free - kept or (held[account] < few and held[account] * kept < free * few)
         try:
             places.enter(str(account))
         except Overloaded:
@@ -61,3 +61,14 @@ def test_who_holds_few_is_refused_only_where_nothing_is_free(steps: list[tuple[i
             assert fits
             held[account] += 1
         assert places.num_held == sum(held.values()) <= capacity
+
+
+@pytest.mark.parametrize("colluders", [0, 1, 10, 64, 200])
+def test_however_many_take_all_they_can_the_next_one_has_its_part(colluders: int) -> None:
+    """Sixty-four that came once all was taken had all that was kept, and the next one nothing."""
+    kept, few = 1_024, 16
+    places = Places(16_384, kept=kept, few=few)
+    for account in range(8 + colluders):
+        entered(places, str(account), 20_000)
+    expected = few * (1 - few / kept) ** colluders
+    assert entered(places, "another", few) >= max(1, int(expected) - 1)

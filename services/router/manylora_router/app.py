@@ -26,6 +26,7 @@ from manylora_shared.telemetry import Telemetry
 from manylora_shared.tenancy.adapter_line import Line
 from manylora_shared.transport.base import Server, Service, Transport
 from manylora_shared.transport.handling import MAX_MESSAGE_BYTES
+from manylora_shared.transport.places import Places
 from manylora_shared.transport.tls import Tls
 
 from manylora_router.admin import operator_key
@@ -41,7 +42,15 @@ from manylora_router.admin.verification import Verification
 from manylora_router.config import RouterConfig
 from manylora_router.dialect.dialect import Dialect
 from manylora_router.front.feedback import FeedbackDesk
-from manylora_router.front.gate import LARGE_BYTES_PER_S, MAX_REQUEST_BYTES, Bounds, Gate, own_tenant
+from manylora_router.front.gate import (
+    ADMIN_CAPACITY,
+    ADMIN_KEPT,
+    LARGE_BYTES_PER_S,
+    MAX_REQUEST_BYTES,
+    Bounds,
+    Gate,
+    own_tenant,
+)
 from manylora_router.front.generation import generate
 from manylora_router.front.grpc import InferenceServicer, tenant_of
 from manylora_router.front.http.api.answers import Door
@@ -248,6 +257,7 @@ class RouterApp:
             tenant_of=lambda principal, call: own_tenant(principal),
             max_message_bytes=MAX_MESSAGE_BYTES,
             pace=Pace(UPLOAD_BYTES_PER_S),
+            own=Places(ADMIN_CAPACITY, kept=ADMIN_KEPT, few=4),
         )
         return [self._inference.service(inference), self.admin.service(admin)]
 

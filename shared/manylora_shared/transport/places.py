@@ -1,8 +1,8 @@
 """Who may have how many calls under way at a server. Pure.
 
-An account (a tenant, a peer) that holds few is let in while there is any place. One that holds many may hold as many as
-are free beside what is kept for the others: the dynamic threshold of Choudhury and Hahne (1998), by which nobody fills
-what all share.
+An account (a tenant, a peer) that holds many may hold as many as are free beside what is kept: the dynamic threshold of
+Choudhury and Hahne (1998), by which nobody fills what all share. What is kept is for those that hold few, by the same
+rule: after n of them that came once all else was taken, the next has about few * (1 - few / kept)^n of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from manylora_shared.errors import Overloaded
 
-FEW = 16  # calls that an account has without being asked who else is there
+FEW = 16  # calls that are an account's for certain while no more than what is kept is taken
 
 
 class Places:
@@ -30,8 +30,10 @@ class Places:
     def enter(self, account: str) -> None:
         """Raises Overloaded. Who entered leaves."""
         held = self._held.get(account, 0)
-        allowed = self._num_free if held < self._few else self._num_free - self._kept - held
-        if allowed <= 0:
+        fits = self._num_free - self._kept > held
+        if not fits and held < self._few:
+            fits = self._num_free * self._few > held * self._kept
+        if not fits:
             raise Overloaded(
                 f"{held} calls of {account} are under way here; no more fit beside the others", retry_after_s=1.0
             )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from manylora_shared.errors import Overloaded
 from manylora_shared.tenancy.identity import AUTHORIZATION_KEY, Principal
 from manylora_shared.transport.base import ServerCall
 from manylora_shared.transport.places import Places
@@ -23,6 +24,8 @@ CAPACITY = 16_384  # calls under way, of all tenants and fronts
 KEPT = 1_024  # of these, for tenants that have few
 SLOW_CAPACITY = 256  # calls that wait for their message; most of it may be in memory
 SLOW_KEPT = 64
+ADMIN_CAPACITY = 256  # calls of AdminService; each asks etcd
+ADMIN_KEPT = 64
 LARGE_BYTES_PER_S = 32 << 20  # of a tenant's requests over LARGE_BYTES
 
 TenantOf = Callable[[Principal, ServerCall], str]
@@ -41,11 +44,20 @@ class Gate:
     """Of one service."""
 
     def __init__(
-        self, callers: Callers, bounds: Bounds, *, tenant_of: TenantOf, max_message_bytes: int, pace: Pace
+        self,
+        callers: Callers,
+        bounds: Bounds,
+        *,
+        tenant_of: TenantOf,
+        max_message_bytes: int,
+        pace: Pace,
+        own: Places | None = None,
     ) -> None:
+        """own: places of this service's calls, which they need too; then each has a turn of its tenant's."""
         self.max_message_bytes = max_message_bytes
         self.bounds = bounds
         self.pace = pace
+        self.own = own
         self._callers = callers
         self._tenant_of = tenant_of
 
@@ -55,6 +67,12 @@ class Gate:
         tenant = self._tenant_of(principal, call)
         account = account_of(tenant)
         self.bounds.places.enter(account)
+        if self.own is not None:
+            try:
+                self.own.enter(account)
+            except Overloaded:
+                self.bounds.places.leave(account)
+                raise
         return Pass(self, tenant, account, account_of(own_tenant(principal)))
 
 
@@ -76,11 +94,14 @@ class Pass:
         return partial(self._gate.bounds.slow.leave, account)
 
     async def before_parsing(self, size_bytes: int) -> None:
-        if size_bytes > LARGE_BYTES:  # it is looked through and parsed in a turn of its tenant's
+        if size_bytes > LARGE_BYTES:
             await self._gate.pace.wait(self._tenant, size_bytes)
+        if size_bytes > LARGE_BYTES or self._gate.own is not None:  # it is looked through and parsed in that turn
             await self._gate.bounds.turns.take((self._tenant, None), 1)
 
     def release(self) -> None:
+        if self._gate.own is not None:
+            self._gate.own.leave(self._account)
         self._gate.bounds.places.leave(self._account)
 
 

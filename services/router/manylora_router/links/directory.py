@@ -73,6 +73,7 @@ class Directory:
         self._changed = asyncio.Event()
         self._tenants = PolicyMirror(store, self._tenant_changed)
         self.rollouts: dict[str, AdapterRecord] = {}  # that stand, by `tenant/name`
+        self._by_tenant: dict[str, dict[str, AdapterRecord]] = {}  # its adapters by name
         self._adapters = Mirror(store, keys.ADAPTERS, parse=_adapter, on_change=self._adapter_changed)
         self._api_keys = Mirror(store, keys.API_KEYS, parse=KeyRecord.stored, on_change=self._note)
         self._workers = Mirror(store, keys.WORKERS, parse=WorkerRecord.stored, on_change=self._worker_changed)
@@ -183,8 +184,7 @@ class Directory:
 
     def adapters_of(self, tenant_id: str) -> list[AdapterRecord]:
         """Sorted by name."""
-        found = [entry.record for entry in self._adapters.values.values() if entry.record.tenant_id == tenant_id]
-        return sorted(found, key=lambda record: record.name)
+        return [record for _, record in sorted(self._by_tenant.get(tenant_id, {}).items())]
 
     async def tenant_seen(self, tenant_id: str, revision: int, *, deleted: bool = False) -> None:
         """Waits a moment until a change that was made through this router is known to it too."""
@@ -224,6 +224,13 @@ class Directory:
 
     def _adapter_changed(self, name: str, value: AdapterEntry | None) -> None:
         self.rollouts.pop(name, None)
+        tenant_id, _, adapter = name.partition("/")
+        if value is not None:
+            self._by_tenant.setdefault(tenant_id, {})[adapter] = value.record
+        elif (left := self._by_tenant.get(tenant_id)) is not None:
+            left.pop(adapter, None)
+            if not left:
+                del self._by_tenant[tenant_id]
         if value is not None and value.record.rollouts:
             self.rollouts[name] = value.record
         self._note(name, value)
