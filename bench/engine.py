@@ -37,7 +37,8 @@ from typing import Any, Literal
 import torch
 import transformers
 import triton
-from manylora_shared.ids import AdapterUid
+from manylora_shared.composition import Part, key_of
+from manylora_shared.ids import AdapterKey, AdapterUid
 from manylora_shared.process.heap import freeze_started
 from manylora_worker.kinds.api import PENDING_TOKEN, Sampling, SequenceChunk, StepBatch
 from manylora_worker.models.cuda.kernels.nf4 import Nf4Linear
@@ -97,14 +98,14 @@ def make_adapter(loaded: LoadedModel, index: int, rank: int) -> HostAdapter:
 
 
 def make_chunk(
-    sequence_id: int, token_ids: Sequence[int], start: int, blocks: Sequence[int], adapter_uid: AdapterUid | None
+    sequence_id: int, token_ids: Sequence[int], start: int, blocks: Sequence[int], adapter_key: AdapterKey | None
 ) -> SequenceChunk:
     return SequenceChunk(
         sequence_id=sequence_id,
         token_ids=token_ids,
         start_position=start,
         block_table=blocks,
-        adapter_uid=adapter_uid,
+        adapter_uid=adapter_key,
         samples=True,
         sampling=GREEDY,
         choice=0,
@@ -142,7 +143,7 @@ class Bench:
         block_bytes = token_bytes * options.block_size
         kv_tokens = max(max(self.batches) * (options.context + 64), 16 * 1024)
         num_kv = kv_tokens // options.block_size + 600
-        mixes_ranks = "mixed-rank" in options.cases.split(",")
+        mixes_ranks = bool({"mixed-rank", "decode-composed"} & set(options.cases.split(",")))
         adapter_bytes = make_adapter(self.loaded, 0, max(options.rank, 32 if mixes_ranks else 0)).size_bytes
         num_adapter = int((2.4 if mixes_ranks else 1.2) * options.adapters * adapter_bytes / block_bytes) + 64
         cache = KvCache(
@@ -191,7 +192,7 @@ class Bench:
             found.append(have[index])
         return found
 
-    def batch(self, rows: int, adapters: Sequence[HostAdapter]) -> StepBatch:
+    def batch(self, rows: int, adapters: Sequence[HostAdapter], parts_a_row: int = 1) -> StepBatch:
         context, size = self.options.context, self.options.block_size
         blocks = -(-context // size)
         chunks = [
@@ -200,15 +201,17 @@ class Bench:
                 [PENDING_TOKEN],
                 context - 1,
                 self.blocks[row * blocks : (row + 1) * blocks],
-                adapters[row % len(adapters)].uid if adapters else None,
+                key_of([Part(adapters[(row * parts_a_row + i) % len(adapters)].uid) for i in range(parts_a_row)])
+                if adapters
+                else None,
             )
             for row in range(rows)
         ]
         return StepBatch(chunks)
 
-    def decode(self, case: str, rows: int, adapters: Sequence[HostAdapter]) -> None:
+    def decode(self, case: str, rows: int, adapters: Sequence[HostAdapter], parts_a_row: int = 1) -> None:
         options = self.options
-        batch = self.batch(rows, adapters)
+        batch = self.batch(rows, adapters, parts_a_row)
         started = time.perf_counter()
         for _ in range(5):
             self.runner.submit(batch).result()
@@ -229,7 +232,7 @@ class Bench:
         ms = statistics.median(times)
         replay = self.runner.graph_of(batch)
         device_ms = time_events(replay.replay, options.steps)
-        distinct = {a.uid for a in adapters[:rows]}
+        distinct = {a.uid for a in adapters[: rows * parts_a_row]}
         floor_bytes = self.weight_bytes + rows * options.context * self.token_bytes
         floor_bytes += sum(self.sizes[uid] for uid in distinct)
         floor_ms = floor_bytes / options.read_tb_s / 1e9
@@ -249,6 +252,14 @@ class Bench:
         )
         if f"{case}:{rows}" in options.profile.split(","):
             profile(replay.replay)
+
+    def compose(self, rows: int) -> None:
+        """Rows of two adapters each, and rows with one of their ranks together."""
+        rank, count = self.options.rank, min(rows, self.options.adapters // 2)
+        alone = self.adapters_of([2 * rank] * count)
+        self.decode("composed/alone", rows, alone)
+        parts = self.adapters_of([rank] * 2 * count)
+        self.decode("composed/pairs", rows, parts, parts_a_row=2)
 
     def rank_of(self, adapter: HostAdapter) -> int:
         _, start, stop, _ = adapter.layout[0].slots[0]
@@ -367,6 +378,8 @@ class Bench:
                     self.decode(case, rows, self.adapters_of([options.rank]))
                 elif case == "decode-distinct":
                     self.decode(case, rows, self.adapters_of([options.rank] * min(rows, options.adapters)))
+                elif case == "decode-composed":
+                    self.compose(rows)
                 elif case == "mixed-rank":
                     count = min(rows, options.adapters)
                     self.decode(case, rows, self.adapters_of([MIXED_RANKS[i % 4] for i in range(count)]))

@@ -73,6 +73,7 @@ from manylora_scheduler.core.flows import AGING_PER_S, Flows
 from manylora_scheduler.core.reports import FlowTokens, Residency, StartedRequest, WorkerReport
 from manylora_scheduler.core.request import FlowKey, QueuedRequest
 from manylora_scheduler.serving.clock_codec import Legacy, encode
+from manylora_shared.composition import uids_of
 from manylora_shared.fairness.fair_queue import FairQueue
 from manylora_shared.fairness.seam import Rank
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
@@ -178,7 +179,7 @@ class Cluster:
     def report(self, worker: TrueWorker, *, snapshot: bool = False, end: int = 0) -> WorkerReport:
         """What the worker says when `end` of its requests have ended and what it was granted has started."""
         started = tuple(StartedRequest(r.request_id, r.flow, r.sequences) for r in worker.granted)
-        granted = [r.adapter_uid for r in worker.granted if r.adapter_uid is not None]
+        granted = [uid for r in worker.granted if r.adapter_uid is not None for uid in uids_of(r.adapter_uid)]
         adapters = {uid: Residency.DEVICE for uid in granted + worker.prefetched if uid not in worker.adapters}
         worker.prefetched = []
         worker.adapters |= adapters

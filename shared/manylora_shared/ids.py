@@ -11,6 +11,8 @@ AdapterName = NewType("AdapterName", str)  # inside its tenant's namespace
 AdapterDigest = NewType("AdapterDigest", str)  # sha256 (hex) over an adapter's content
 # one copy of an adapter in a cluster's memory: its digest, and behind an @ the tenant whose own it is
 AdapterUid = NewType("AdapterUid", str)
+Composition = NewType("Composition", str)  # several with weights (composition.py)
+AdapterKey = AdapterUid | Composition  # what a request computes with
 RequestId = NewType("RequestId", str)
 WorkerId = NewType("WorkerId", str)
 RouterId = NewType("RouterId", str)

@@ -14,8 +14,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import NoReturn
 
+from manylora_shared.composition import content_of, uids_of
 from manylora_shared.errors import FieldViolation
-from manylora_shared.ids import AdapterUid, TenantId, digest_of
+from manylora_shared.ids import AdapterKey, AdapterUid, TenantId
 from manylora_worker.kinds.api import (
     ANY_TOKEN,
     PENDING_TOKEN,
@@ -138,7 +139,8 @@ class FakeRunner:
         if end > len(block_table) * size:
             self._fail("the block table ends before the chunk")
         uid = chunk.adapter_uid
-        if uid is not None and self.adapters_on_device is not None and uid not in self.adapters_on_device():
+        on_device = self.adapters_on_device
+        if uid is not None and on_device is not None and not set(uids_of(uid)) <= set(on_device()):
             self._fail(f"{uid} is not on the device")
         self._check_table(chunk)
         tag = _adapter_tag(uid)
@@ -252,7 +254,7 @@ class AheadFakeRunner(FakeRunner):
 
     def _check_adapters(self, batch: StepBatch) -> None:
         on_device = None if self.adapters_on_device is None else self.adapters_on_device()
-        for uid in {chunk.adapter_uid for chunk in batch.chunks} - {None}:
+        for uid in {uid for chunk in batch.chunks if chunk.adapter_uid for uid in uids_of(chunk.adapter_uid)}:
             if on_device is not None and uid not in on_device:
                 self._fail(f"{uid} is not on the device")
 
@@ -320,7 +322,7 @@ class TokenDraw:
         sampling: Sampling,
         choice: int,
         output_index: int,
-        adapter_uid: AdapterUid | None,
+        adapter_uid: AdapterKey | None,
         context: bytes | bytearray | memoryview,
     ) -> tuple[int, Logprobs | None]:
         seed, choice = (0, 0) if sampling.is_greedy else (sampling.seed, choice)
@@ -353,7 +355,7 @@ class TokenDraw:
 
 def reference_tokens(
     prompt_token_ids: Sequence[int],
-    adapter_uid: AdapterUid | None,
+    adapter_uid: AdapterKey | None,
     seed: int,
     choice: int,
     count: int,
@@ -389,7 +391,7 @@ def reference_tokens(
 
 
 def reference_prompt_logprobs(
-    prompt_token_ids: Sequence[int], adapter_uid: AdapterUid | None, top: int
+    prompt_token_ids: Sequence[int], adapter_uid: AdapterKey | None, top: int
 ) -> list[Logprobs]:
     """Of the prompt's tokens from the second on."""
     tag = _adapter_tag(adapter_uid)
@@ -401,7 +403,7 @@ def reference_prompt_logprobs(
     return told
 
 
-def _prompt_logprobs(context: bytes, token_id: int, adapter_uid: AdapterUid | None, top: int) -> Logprobs:
+def _prompt_logprobs(context: bytes, token_id: int, adapter_uid: AdapterKey | None, top: int) -> Logprobs:
     digest = hashlib.blake2b(context, digest_size=8, key=_adapter_tag(adapter_uid) + token_id.to_bytes(4, "little"))
     value = int.from_bytes(digest.digest(), "little")
     others = tuple((i, -float(i)) for i in range(top))
@@ -499,6 +501,8 @@ class FakeValidator:
 
 
 @functools.lru_cache(maxsize=4096)
-def _adapter_tag(adapter_uid: AdapterUid | None) -> bytes:
+def _adapter_tag(adapter_uid: AdapterKey | None) -> bytes:
     """8 bytes that differ from adapter to adapter, and from the base model's zeros."""
-    return bytes(8) if adapter_uid is None else hashlib.blake2b(digest_of(adapter_uid).encode(), digest_size=8).digest()
+    return (
+        bytes(8) if adapter_uid is None else hashlib.blake2b(content_of(adapter_uid).encode(), digest_size=8).digest()
+    )

@@ -75,6 +75,11 @@ class Reference:
             else:
                 self._wrapped = PeftModel.from_pretrained(self._wrapped, folder, adapter_name=name)
 
+    def compose(self, name: str, weights: Mapping[str, float]) -> None:
+        """The weighted sum of adapters, as peft makes it of further rows of rank."""
+        if name not in self._wrapped.peft_config:
+            self._wrapped.add_weighted_adapter(list(weights), list(weights.values()), name, combination_type="cat")
+
     def logits(self, token_ids: list[int], adapter: str | None) -> torch.Tensor:
         """[tokens, vocab]"""
         return self._run(adapter, lambda model: model(torch.tensor([token_ids])).logits[0].float())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from manylora_shared.ids import AdapterUid
+from manylora_shared.composition import Part, key_of
+from manylora_shared.ids import AdapterKey, AdapterUid
 from manylora_worker.kinds.api import Sampling, SequenceChunk, StepBatch
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.layers.lora_linear import LoraCosts, LoraPlanner
@@ -17,6 +18,7 @@ from manylora_worker.models.torch.decoder import trusted_weights
 from manylora_worker.models.torch.model_runner import TorchModelRunner
 from manylora_worker.weights.source import AdapterLimits, read_adapter
 
+from tests.numerics.adapters import Reference
 from tests.numerics.conftest import Family
 from tests.numerics.families import VOCAB_SIZE
 
@@ -53,7 +55,7 @@ class Stream:
     """One sequence: its tokens so far, and how many of them are computed."""
 
     prompt: list[int]
-    adapter_uid: AdapterUid | None = None
+    adapter_uid: AdapterKey | None = None
     sampling: Sampling = GREEDY
     choice: int = 0
     output: list[int] = field(default_factory=list)
@@ -115,6 +117,28 @@ class Driver:
 def prompts(count: int, seed: int = 0, shortest: int = 2, longest: int = 40) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(shortest, longest))] for _ in range(count)]
+
+
+COMPOSITIONS: Mapping[str, Mapping[str, float]] = {
+    "three": {"all-linear": 1.0, "rank-1": -0.7, "all-linear-b": 0.25},
+    "two": {"all-linear-b": 1.0, "all-linear": 1.0},
+    "halved": {"all-linear": 0.5},
+}
+
+
+def composed_streams(family: Family, mixed: Sequence[tuple[Stream, str | None]]) -> list[tuple[Stream, str | None]]:
+    """Two of each composition of adapters that `mixed` has."""
+    keys = composed(family.reference, {name: AdapterUid(s.adapter_uid) for s, name in mixed if s.adapter_uid and name})
+    return [(Stream(prompt, key), name) for name, key in keys.items() for prompt in prompts(2, seed=len(name) + 90)]
+
+
+def composed(reference: Reference, uids: Mapping[str | None, AdapterUid | None]) -> dict[str, AdapterKey]:
+    """COMPOSITIONS by name, which the reference knows then too."""
+    found = {}
+    for name, weights in COMPOSITIONS.items():
+        reference.compose(name, weights)
+        found[name] = key_of(Part(uids[part] or AdapterUid(""), weight) for part, weight in weights.items())
+    return found
 
 
 def mixed_streams(family: Family, driver: Driver, seed: int = 0) -> list[tuple[Stream, str | None]]:

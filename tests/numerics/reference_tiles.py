@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from manylora_worker.models.cuda.kernels.gate import Activation
-from manylora_worker.models.cuda.kernels.lora import LoraRows, a_field, b_field, num_chunks
+from manylora_worker.models.cuda.kernels.lora import LoraRows, a_field, b_field, num_chunks, part_field
 from manylora_worker.models.cuda.kernels.lora_tiles import LoraTiles
 
 
@@ -20,10 +21,10 @@ class ReferenceTiles(LoraTiles):
     def shrink(self, x: torch.Tensor, lora: LoraRows, *, num_slots: int, pdl: bool) -> None:
         for rows, site in self._tiles(lora):
             for slot in range(num_slots):
-                for chunk, a in enumerate(self._chunks(lora, site, slot, a_field, x.shape[1])):
+                for chunk, (a, weight) in enumerate(self._chunks(lora, site, slot, a_field, x.shape[1])):
                     at = (slot * lora.chunks + chunk) * 16
-                    lora.low_rank[:, rows, at : at + a.shape[0]] = 0
-                    lora.low_rank[0, rows, at : at + a.shape[0]] = (x[rows] @ a.T).float()
+                    lora.low_rank[:, rows, at : at + min(16, int(site[slot]) - 16 * chunk)] = 0
+                    lora.low_rank[0, rows, at : at + a.shape[0]] = (x[rows] @ a.T).float() * weight
 
     def expand(self, lora: LoraRows, out: torch.Tensor, *, widths: Sequence[int], pdl: bool) -> None:
         s = lora.low_rank.sum(0).to(out.dtype)
@@ -31,7 +32,7 @@ class ReferenceTiles(LoraTiles):
             end = 0
             for slot, width in enumerate(widths):
                 out[rows, end : end + width] = 0
-                for chunk, b in enumerate(self._chunks(lora, site, slot, b_field, width)):
+                for chunk, (b, _) in enumerate(self._chunks(lora, site, slot, b_field, width)):
                     at = (slot * lora.chunks + chunk) * 16
                     out[rows, end : end + width] += s[rows, at : at + b.shape[0]] @ b
                 end += width
@@ -58,11 +59,14 @@ class ReferenceTiles(LoraTiles):
             yield slice(first, first + count), lora.sites[adapter]
 
     @staticmethod
-    def _chunks(lora: LoraRows, site: torch.Tensor, slot: int, field: Any, columns: int) -> Iterator[torch.Tensor]:
+    def _chunks(
+        lora: LoraRows, site: torch.Tensor, slot: int, field: Any, columns: int
+    ) -> Iterator[tuple[torch.Tensor, float]]:
         rank = int(site[slot])
         for chunk in range(num_chunks(rank)):
-            ranks, start = min(16, rank - 16 * chunk), int(site[field(slot, chunk, lora.chunks)])
-            yield lora.weights[start : start + ranks * columns].view(ranks, columns)
+            start, word = int(site[field(slot, chunk, lora.chunks)]), int(site[part_field(slot, chunk, lora.chunks)])
+            ranks, weight = struct.unpack("<if", struct.pack("<q", word))
+            yield lora.weights[start : start + ranks * columns].view(ranks, columns), weight
 
 
 def activated(both: torch.Tensor, activation: Activation) -> torch.Tensor:

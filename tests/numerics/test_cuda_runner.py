@@ -28,7 +28,7 @@ from manylora_worker.weights.source import read_adapter
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Config
 
 from tests.numerics.conftest import Family, FamilyOf
-from tests.numerics.driver import LIMITS, Driver, Stream, make_runner, mixed_streams
+from tests.numerics.driver import LIMITS, Driver, Stream, composed_streams, make_runner, mixed_streams
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
@@ -78,6 +78,7 @@ def check_family(
     family = Family(name, on_cpu.folder, on_cpu.adapters, loaded, on_cpu.reference)
     driver = Driver(runner)  # type: ignore[arg-type]
     mixed = mixed_streams(family, driver)
+    mixed += composed_streams(on_cpu, mixed)
     streams = [stream for stream, _ in mixed]
     for round_number in range(2):
         for row, (stream, adapter) in zip(driver.logits(streams), mixed, strict=True):

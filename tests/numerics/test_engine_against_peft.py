@@ -7,7 +7,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.numerics.conftest import Family, FamilyOf
-from tests.numerics.driver import ALWAYS_STACK, NEVER_STACK, Driver, Stream, make_runner, mixed_streams, prompts
+from tests.numerics.driver import (
+    ALWAYS_STACK,
+    NEVER_STACK,
+    Driver,
+    Stream,
+    composed_streams,
+    make_runner,
+    mixed_streams,
+    prompts,
+)
 from tests.numerics.families import EACH_FAMILY, WINDOW
 
 TOLERANCE = 1e-4
@@ -25,6 +34,7 @@ def test_mixed_batch_logits(family_of: FamilyOf, name: str, product_flops: float
     family = family_of(name)
     driver = Driver(make_runner(family.loaded, num_blocks=200, product_flops=product_flops))
     mixed = mixed_streams(family, driver)
+    mixed += composed_streams(family, mixed)
     streams = [stream for stream, _ in mixed]
     assert_next_logits(family, mixed, driver.logits(streams))
     for step in range(3):

@@ -13,6 +13,8 @@ from manylora_worker.models.cuda.kernels.lora import (
     b_field,
     low_rank_columns,
     num_chunks,
+    part_field,
+    part_word,
     site_fields,
 )
 
@@ -39,6 +41,8 @@ def test_gate(num_tiles: int, parts: int, device: str) -> None:
     for adapter, rank in enumerate(RANKS):
         for slot in range(2):
             sites[adapter, slot] = rank
+            for chunk in range(num_chunks(rank)):
+                sites[adapter, part_field(slot, chunk, CHUNKS)] = part_word(min(16, rank - 16 * chunk))
             pieces = [torch.zeros(0, WIDTH)]
             for chunk in range(num_chunks(rank)):
                 ranks = min(16, rank - 16 * chunk)

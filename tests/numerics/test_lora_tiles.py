@@ -23,6 +23,8 @@ from manylora_worker.models.cuda.kernels.lora import (  # noqa: E402
     b_field,
     low_rank_columns,
     num_chunks,
+    part_field,
+    part_word,
     shrink_splits,
     site_fields,
 )
@@ -88,6 +90,8 @@ def make_case(inputs: int, widths: tuple[int, ...]) -> Case:
         for slot, width in enumerate(widths):
             sites[adapter, slot] = rank
             for name, field, columns in (("a", a_field, inputs), ("b", b_field, width)):
+                for chunk in range(num_chunks(rank)):
+                    sites[adapter, part_field(slot, chunk, CHUNKS)] = part_word(min(16, rank - 16 * chunk))
                 matrix = (torch.randn(rank, columns, generator=generator) * columns**-0.5).bfloat16()
                 whole[name][adapter, slot] = matrix
                 for chunk in range(num_chunks(rank)):

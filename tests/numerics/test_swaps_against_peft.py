@@ -24,7 +24,7 @@ from manylora_worker.models.layers.kv_cache import MIB
 from manylora_worker.planning.step_planner import PlannerLimits
 
 from tests.numerics.conftest import Family, FamilyOf
-from tests.numerics.driver import GREEDY, make_runner, put_adapter
+from tests.numerics.driver import COMPOSITIONS, GREEDY, composed, make_runner, put_adapter
 from tests.numerics.families import VOCAB_SIZE
 
 A, B, C = TENANTS = TenantId("a"), TenantId("b"), TenantId("c")
@@ -45,7 +45,8 @@ class Asked:
 def asked(family: Family, count: int, block_size: int) -> list[Asked]:
     """What the tenants ask for in turns. A sequence of theirs takes up to some 10 blocks, and all wait at once."""
     rng = random.Random(block_size)
-    names = [None, *list(family.adapters)[:3]]
+    names = [None, *list(family.adapters)[:3], "three"]
+    family.reference.compose("three", COMPOSITIONS["three"])
     found = []
     for i in range(count):
         prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 6 * block_size))]
@@ -56,14 +57,15 @@ def asked(family: Family, count: int, block_size: int) -> list[Asked]:
     return found
 
 
-def fight(core: EngineCore, requests: list[Asked], uids: dict[str | None, AdapterUid | None]) -> None:
+def fight(family: Family, core: EngineCore, requests: list[Asked], uids: dict[str | None, AdapterUid | None]) -> None:
     """All are asked at once; the answers are the reference's, and each of the three fates has befallen somebody."""
+    keys = {**uids, **composed(family.reference, uids)}
     core.set_share(A, TenantShare(soft_blocks=SOFT, hard_blocks=HARD))
     core.set_share(B, TenantShare(soft_blocks=SOFT, reserve_blocks=RESERVE))
     for i, each in enumerate(requests):
         core.add(
             EngineRequest(
-                RequestId(str(i)), TENANTS[i % 3], QosClass.STANDARD, uids[each.adapter], tuple(each.prompt),
+                RequestId(str(i)), TENANTS[i % 3], QosClass.STANDARD, keys[each.adapter], tuple(each.prompt),
                 MAX_TOKENS, GREEDY, n=1 + (i % 6 == 5),
             ),
             0.0,
@@ -100,7 +102,7 @@ def test_outputs_are_the_references(family_of: FamilyOf, name: str, cache_share:
     limits = EngineLimits(PlannerLimits(32, 9, 6), AdapterCacheLimits(64, 64), max_requests=64)
     prefix = PrefixOptions(PrefixKeys(bytes(32), "model"), cache_share) if cache_share else None
     core = EngineCore(runner, FakeAdapterBackend(lambda: 0.0), limits, prefix)
-    fight(core, asked(family, 18, 8), uids)
+    fight(family, core, asked(family, 18, 8), uids)
 
 
 @pytest.mark.gpu
@@ -126,7 +128,7 @@ def test_outputs_are_the_references_on_the_device(family_of: FamilyOf, name: str
     )
     core = EngineCore(parts.runner, parts.backend, limits)
     try:
-        fight(core, asked(family, 30, 16), uids)
+        fight(family, core, asked(family, 30, 16), uids)
     finally:
         parts.backend.close()
 

@@ -29,6 +29,7 @@ from manylora_worker.serving.adapter_trial import AdapterTrial
 from safetensors.torch import load_file, save_file
 
 from tests.numerics.adapters import Reference, recipes, save_adapter
+from tests.numerics.driver import composed
 from tests.numerics.families import VOCAB_SIZE, make_model
 from tests.worker.worker_fakes import EXECUTE, VALIDATE, collect, message
 
@@ -61,12 +62,13 @@ async def test_worker_equals_peft(family: str, debug_fill_freed: bool, tmp_path:
     store = tmp_path / "store"
     uids = {name: store_adapter(folder, store) for name, folder in folders.items()}
     rng = random.Random(family)
+    reference = Reference(model, folders)
+    keys = {**uids, **composed(reference, dict(uids))}
     requests = [
         (name, [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice((1, 3, 8, 21, 40)))])
         for _ in range(2)
-        for name in (None, *folders)
+        for name in (None, *keys)
     ]
-    reference = Reference(model, folders)
     expected = [reference.greedy(prompt, name, MAX_TOKENS) for name, prompt in requests]
 
     settings = WorkerConfig(
@@ -103,7 +105,7 @@ async def test_worker_equals_peft(family: str, debug_fill_freed: bool, tmp_path:
     greedy = common_pb2.SamplingParams(seed=1, temperature=0.0)
 
     def ask(i: int, name: str | None, prompt: list[int], **changes: object) -> worker_pb2.ExecuteRequest:
-        uid = uids[name] if name else ""
+        uid = keys[name] if name else ""
         fields = {"adapter_uid": uid, "prompt_token_ids": prompt, "max_tokens": MAX_TOKENS, "sampling": greedy}
         return message(f"r{i}", **(fields | changes))
 

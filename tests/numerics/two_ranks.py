@@ -23,6 +23,7 @@ from manylora_worker.models.parts import EngineParts
 from manylora_worker.planning.step_planner import PlannerLimits
 
 from tests.numerics.conftest import Family
+from tests.numerics.driver import composed
 from tests.numerics.families import VOCAB_SIZE
 from tests.numerics.test_swaps_against_peft import NUM_BLOCKS, asked, fight
 
@@ -58,16 +59,17 @@ def check_fight(family: Family, store: Path, device: str) -> None:
             max_requests=64,
         )
         prefix = PrefixOptions(PrefixKeys(bytes(32), "model"), 0.5)
-        fight(EngineCore(parts.runner, parts.backend, limits, prefix), asked(family, 30, 16), uids)
+        fight(family, EngineCore(parts.runner, parts.backend, limits, prefix), asked(family, 30, 16), uids)
 
 
 def check_logprobs(family: Family, store: Path, device: str, tolerance: float) -> None:
     """Every adapter, mixed: greedy tokens, and the logprobs of the likeliest at each of them."""
     uids: dict[str | None, AdapterUid | None] = {None: None, **family.put_adapters(store / "objects")}
+    keys = {**uids, **composed(family.reference, uids)}
     rng = random.Random(family.name)
     wanted = [
         (name, [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice((1, 3, 8, 21, 40)))])
-        for name in (*uids, None, *list(uids)[1:3])
+        for name in (*keys, None, *list(uids)[1:3])
     ]
     with shared_by_two(family, store, device, num_blocks=200, device_adapter_mb=8.0) as parts:
         limits = EngineLimits(
@@ -78,7 +80,7 @@ def check_logprobs(family: Family, store: Path, device: str, tolerance: float) -
             sampling = Sampling(seed=i, temperature=0.0, top_logprobs=TOP)
             core.add(
                 EngineRequest(
-                    RequestId(f"{i}"), TenantId("t"), QosClass("batch"), uids[name], tuple(prompt), MAX_TOKENS, sampling
+                    RequestId(f"{i}"), TenantId("t"), QosClass("batch"), keys[name], tuple(prompt), MAX_TOKENS, sampling
                 ),
                 0.0,
             )

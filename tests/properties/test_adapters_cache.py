@@ -8,7 +8,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from manylora_shared.ids import AdapterName, AdapterUid, RequestId, TenantId
+from manylora_shared.composition import Part, key_of, uids_of
+from manylora_shared.ids import AdapterKey, AdapterName, AdapterUid, RequestId, TenantId
 from manylora_shared.tenancy.adapter_shares import honoured_pins
 from manylora_sim.fake_runner import FakeAdapterBackend
 from manylora_worker.adapters import room as room_module
@@ -25,6 +26,7 @@ from manylora_worker.kinds.api import AdapterTier
 
 _SIZES = {AdapterUid(f"uid{i}"): size for i, size in enumerate([1, 1, 2, 3, 4, 6, 9, 40])}
 _UIDS = st.sampled_from(sorted(_SIZES))
+_KEYS = st.one_of(_UIDS, st.lists(_UIDS, min_size=2, max_size=3, unique=True).map(lambda uids: key_of(map(Part, uids))))
 _TOO_LARGE = AdapterUid("uid7")
 _WEIGHTS = {TenantId("a"): 1, TenantId("b"): 2, TenantId("c"): 4}
 _TENANTS = st.sampled_from(sorted(_WEIGHTS))
@@ -57,13 +59,13 @@ class AdapterCacheMachine(RuleBasedStateMachine):
             host, device, host_loads, device_loads, max_overtakes, _BORROW_AFTER_S, _BORROW_COPY_AFTER_S, _PATIENCE_S
         )
         self.cache = AdapterCache(self.backend, self.limits, lambda tenant: _WEIGHTS[tenant])
-        self.waiting: dict[RequestId, tuple[TenantId, AdapterUid]] = {}
-        self.using: dict[RequestId, tuple[TenantId, AdapterUid]] = {}
+        self.waiting: dict[RequestId, tuple[TenantId, AdapterKey]] = {}
+        self.using: dict[RequestId, tuple[TenantId, AdapterKey]] = {}
         self.pins: dict[TenantId, list[Pin]] = {}
         self.next_holder = 0
 
-    @rule(tenant=_TENANTS, uid=_UIDS)
-    def acquire(self, tenant: TenantId, uid: AdapterUid) -> None:
+    @rule(tenant=_TENANTS, uid=_KEYS)
+    def acquire(self, tenant: TenantId, uid: AdapterKey) -> None:
         self.next_holder += 1
         holder = RequestId(f"r{self.next_holder}")
         if self.cache.acquire(holder, tenant, uid, self.now):
@@ -124,15 +126,18 @@ class AdapterCacheMachine(RuleBasedStateMachine):
     def _take(self, update: CacheUpdate, pinned: set[AdapterUid | None]) -> None:
         for holder in update.ready:
             tenant, uid = self.waiting.pop(holder)
-            assert uid != _TOO_LARGE
+            assert _TOO_LARGE not in uids_of(uid)
+            assert all(self.cache._residency.entries[each].on_device for each in uids_of(uid)), "all or nothing"
             self.using[holder] = (tenant, uid)
         for failure in update.failed:
             assert failure.holders
-            assert "broken" in failure.message or "pinned leaves" in failure.message or failure.uid == _TOO_LARGE
+            is_together = "bytes together" in failure.message
+            is_known = "broken" in failure.message or "pinned leaves" in failure.message or is_together
+            assert is_known or failure.uid == _TOO_LARGE
             for holder in failure.holders:
-                assert self.waiting.pop(holder)[1] == failure.uid
+                assert failure.uid in uids_of(self.waiting.pop(holder)[1])
             waiting = {uid for _, uid in self.waiting.values()}
-            assert failure.uid not in waiting, "a failed load fails all that wait for it"
+            assert is_together or failure.uid not in waiting, "a failed load fails all that wait for it"
         still_pinned = pinned & {pin.uid for pins in self.pins.values() for pin in pins}
         for eviction in update.evictions:
             check_eviction(eviction)
@@ -146,14 +151,14 @@ class AdapterCacheMachine(RuleBasedStateMachine):
         self.cache.check_invariants()
         for holder, (_, uid) in self.using.items():
             assert self.cache.uses(holder)
-            assert uid in self.backend.on_device, "an adapter in use was evicted"
+            assert set(uids_of(uid)) <= set(self.backend.on_device), "an adapter in use was evicted"
         for _, pin in self._ready_pins():
             assert pin.uid in self.backend.on_device, "a pinned adapter was evicted"
         tiers = self.cache.tiers()
         assert {u for u, t in tiers.items() if t is AdapterTier.DEVICE} == set(self.backend.on_device)
         assert set(tiers) == set(self.backend.on_device) | set(self.backend.on_host)
         for tenant, adapters in self.cache.tenants().items():
-            mine = {uid for holder, (t, uid) in self.using.items() if t == tenant}
+            mine = {uid for t, key in self.using.values() if t == tenant for uid in uids_of(key)}
             mine |= {pin.uid for t, pin in self._ready_pins() if t == tenant and pin.uid is not None}
             assert adapters.device_bytes >= sum(_SIZES[uid] for uid in mine), "what it uses counts against a tenant"
             assert adapters.device_bytes <= sum(_SIZES[uid] for uid in _SIZES)
@@ -357,6 +362,22 @@ def test_the_host_keeps_its_budget() -> None:
         assert cache.host_bytes <= 4
         cache.check_invariants()
     assert list(backend.on_device) == [A2]
+
+
+def test_who_has_one_of_two_parts_makes_way_for_an_older_one_that_fills_host_and_device() -> None:
+    now = 0.0
+    backend = FakeAdapterBackend(lambda: now, size_bytes=lambda uid: int(uid[-1]))
+    cache = AdapterCache(backend, AdapterCacheLimits(9, 9, host_loads=1, device_loads=1, max_overtakes=0))
+    big, small, other = (AdapterUid(uid) for uid in ("x9", "y1", "z1"))
+    for name, key in (("first", small), ("all", big), ("parts", key_of(map(Part, (small, other))))):
+        cache.acquire(RequestId(name), T, key, now)
+    served = []
+    for _ in range(100):
+        now += 0.1
+        for holder in cache.pump(now).ready:
+            served.append(holder)
+            cache.release(holder, now)
+    assert sorted(served) == _ids("all", "first", "parts")
 
 
 # -- tenants beside one another

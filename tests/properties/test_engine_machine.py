@@ -9,8 +9,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from manylora_shared.composition import Part, key_of
 from manylora_shared.errors import InvalidRequest, QuotaExceeded
-from manylora_shared.ids import AdapterName, AdapterUid, QosClass, RequestId, TenantId
+from manylora_shared.ids import AdapterKey, AdapterName, AdapterUid, QosClass, RequestId, TenantId
 from manylora_sim.fake_runner import FakeAdapterBackend
 from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.adapters.loading import LOOK_AGAIN_S
@@ -32,6 +33,12 @@ _PROMPTS = st.builds(
     st.lists(st.integers(0, 258), min_size=1, max_size=8),
 )
 _SIZES = {AdapterUid(f"uid{i}"): size for i, size in enumerate([1, 2, 3, 4])}
+_COMPOSITIONS = st.lists(
+    st.builds(Part, st.sampled_from(sorted(_SIZES)), st.sampled_from([1.0, -0.5])),
+    min_size=2,
+    max_size=4,
+    unique_by=lambda part: part.uid,
+).map(key_of)
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -107,7 +114,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(
         tenant=st.sampled_from(["a", "b", "c"]),
-        adapter=st.sampled_from([None, *sorted(_SIZES)]),
+        adapter=st.one_of(st.sampled_from([None, *sorted(_SIZES)]), _COMPOSITIONS),
         prompt=_PROMPTS,
         max_tokens=st.integers(1, 24),
         n=st.integers(1, 4),
@@ -121,7 +128,7 @@ class EngineMachine(RuleBasedStateMachine):
     def add(
         self,
         tenant: str,
-        adapter: AdapterUid | None,
+        adapter: AdapterKey | None,
         prompt: list[int],
         max_tokens: int,
         n: int,

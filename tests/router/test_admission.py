@@ -21,12 +21,12 @@ from manylora_router.guard.admission import (
     seed_of_key,
 )
 from manylora_shared.errors import Code, InvalidRequest, NotFound
-from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId
+from manylora_shared.ids import AdapterName, QosClass, TenantId
 from manylora_shared.sampling import Sampling
 from manylora_shared.tenancy.adapter_line import AdapterVersion, Line, StickyKeys
 from manylora_shared.tenancy.policy import TenantLimits, TenantPolicy
 
-MODEL = ModelLimits(vocab_size=100, max_context_tokens=32, max_sequences=4)
+MODEL = ModelLimits(vocab_size=100, max_context_tokens=32, max_lora_rank=32, max_sequences=4)
 ACME = TenantPolicy(TenantId("acme"))
 GOOD = TokenPrompt([1, 2, 3])
 
@@ -206,7 +206,7 @@ def test_limits_of_the_tenant() -> None:
 
 
 def test_text_of_a_megabyte_is_never_read() -> None:
-    large = ModelLimits(vocab_size=100, max_context_tokens=1 << 20, max_sequences=1)
+    large = ModelLimits(vocab_size=100, max_context_tokens=1 << 20, max_lora_rank=32, max_sequences=1)
     request = RequestInput(TextPrompt("x" * (MAX_TEXT_BYTES + 1)))
     assert [v.field for v in check(request, large)] == ["prompt.text"]
 
@@ -217,11 +217,17 @@ def test_priority_and_class() -> None:
     assert (admitted.priority, admitted.qos_class) == (-100, QosClass.BATCH)
 
 
-UIDS = {("acme", "upper"): AdapterUid("a" * 64), ("other", "secret"): AdapterUid("b" * 64)}
+def line(uid: str, rank: int = 16) -> Line:
+    return Line(AdapterVersion(1, uid * 64, rank, 1, (), 0.0))
 
 
-def line(uid: str) -> Line:
-    return Line(AdapterVersion(1, uid, 8, 1, (), 0.0))
+LINES = {
+    ("acme", "upper"): line("a"),
+    ("acme", "lower"): line("c", 8),
+    ("acme", "wide"): line("d", 32),
+    ("acme", "twin"): line("a"),
+    ("other", "secret"): line("b"),
+}
 
 
 def caller(tenant: str, adapter: str = "") -> Any:
@@ -229,8 +235,9 @@ def caller(tenant: str, adapter: str = "") -> Any:
         tenant,
         adapter,
         lambda t: {"acme": ACME}.get(t),
-        lambda t, name: line(UIDS[t, name]) if (t, name) in UIDS else None,
+        lambda t, name: LINES.get((t, name)),
         StickyKeys("r"),
+        max_lora_rank=32,
     )
 
 
@@ -241,6 +248,37 @@ def test_callers() -> None:
     assert adapter.uid == f"{adapter.digest}@acme"
     with pytest.raises(InvalidRequest, match="x-tenant-id"):
         caller("")
+
+
+def test_compositions() -> None:
+    _, adapter = caller("acme", "upper+lower:0.5")
+    assert (adapter.name, adapter.uid) == ("upper+lower:0.5", f"{'a' * 64}@acme+{'c' * 64}@acme:0.5")
+    assert adapter.digest == f"{'a' * 64}+{'c' * 64}:0.5"
+    assert (adapter.reference, adapter.version) == ("upper@1+lower@1:0.5", 0)
+    assert caller("acme", "lower:0.50+upper")[1].uid == adapter.uid, "whatever the order"
+    assert caller("acme", "upper:1")[1].uid == f"{'a' * 64}@acme", "as the adapter alone"
+    assert caller("acme", "wide:-2")[1].uid == f"{'d' * 64}@acme:-2.0"
+
+
+@pytest.mark.parametrize(("adapter", "message"), [
+    ("upper+lower+wide+twin+upper", "names 5 adapters"),
+    ("upper+lower:nan", "lower:'nan': a weight is"),
+    ("upper:0+lower", "upper:'0': a weight is"),
+    ("upper+upper:2", "names 'upper' twice"),
+    ("upper+twin:2", "'upper' and 'twin' are the same adapter"),
+    ("upper+", "is missing"),
+    ("upper+wide", "more rank than 32 (each in steps of 16): upper 16 + wide 32"),
+])  # fmt: skip
+def test_compositions_that_are_refused(adapter: str, message: str) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        caller("acme", adapter)
+    assert message in error.value.message
+    assert error.value.message.startswith("x-adapter-id: ")
+
+
+def test_an_unknown_part_is_named() -> None:
+    with pytest.raises(NotFound, match="'nobody' is not known"):
+        caller("acme", "upper+nobody:0.5")
 
 
 @pytest.mark.parametrize("tenant", ["nobody", "../acme", "ACME", "x" * 5000, "acme/upper", "a\nb"])
@@ -262,7 +300,7 @@ def test_unknown_adapters(adapter: str) -> None:
 def test_foreign_adapter_is_as_one_that_does_not_exist() -> None:
     with pytest.raises(NotFound) as foreign:
         caller("acme", "secret")
-    del UIDS["other", "secret"]
+    del LINES["other", "secret"]
     with pytest.raises(NotFound) as absent:
         caller("acme", "secret")
     assert (foreign.value.message, foreign.value.violations) == (absent.value.message, absent.value.violations)

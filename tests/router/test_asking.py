@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from manylora.v1 import common_pb2
 from manylora_router.admin.asking import AT_A_TIME, Asking, CandidateFailed, Inconclusive, Subject
-from manylora_router.guard.admission import Adapter, ChatPrompt, RequestInput, TextPrompt, TokenPrompt
+from manylora_router.guard.admission import ChatPrompt, RequestInput, TextPrompt, TokenPrompt, alone
 from manylora_router.quality.samples import Sample
 from manylora_router.request.frames import Degraded, Delta, Finished, Frame
 from manylora_shared.errors import (
@@ -23,14 +23,12 @@ from manylora_shared.errors import (
     QuotaExceeded,
     WorkerLost,
 )
-from manylora_shared.ids import AdapterDigest, AdapterName, AdapterUid, TenantId
+from manylora_shared.ids import AdapterName, AdapterUid, TenantId
 from manylora_shared.tenancy.adapter_gate import Against
 from manylora_sim import loop as simulation
 
 SAMPLE = Sample("ask", [], "good", None, None)
-CANDIDATE = Subject(
-    Against.CANDIDATE, candidate=Adapter(AdapterName("lower"), AdapterDigest("a" * 64), AdapterUid("a" * 64), 0)
-)
+CANDIDATE = Subject(Against.CANDIDATE, candidate=alone(AdapterName("lower"), AdapterUid("a" * 64)))
 BEFORE = Subject(Against.BEFORE, "lower@1")
 TIMINGS = common_pb2.Timings(ttft_ms=10.0, total_ms=40.0, adapter_wait_ms=5.0)
 

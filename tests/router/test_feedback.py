@@ -13,10 +13,11 @@ from manylora_router.app import RouterApp
 from manylora_router.config import RouterConfig
 from manylora_router.guard.admission import Adapter
 from manylora_router.guard.feedback import HOLD_S, KEPT_S, MAX_OF_TENANT, Feedback
+from manylora_shared.adapter_reference import AdapterPart
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import RouterRecord
 from manylora_shared.errors import Code, NotFound, RpcError
-from manylora_shared.ids import AdapterDigest, AdapterName, AdapterUid, TenantId
+from manylora_shared.ids import AdapterName, AdapterUid, TenantId
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import methods_of
 from manylora_sim.fake_text import FakeText
@@ -27,7 +28,7 @@ from test_admin_versions import NAME, add_two
 from test_trials import told
 
 ACME, OTHER = TenantId("acme"), TenantId("other")
-UP = Adapter(AdapterName("up"), AdapterDigest("d"), AdapterUid("u"), 2)
+UP = Adapter("up", AdapterUid("d@u"), (AdapterPart(AdapterName("up"), 2),))
 GIVE = methods_of(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"])["GiveFeedback"]
 
 
@@ -115,6 +116,7 @@ def test_another_router_than_the_one_that_answered_takes_it_too() -> None:
             store=cluster.store_server.client(),
             text=FakeText(),
             adapter_store=cluster.files,
+            documents=cluster.documents,
             telemetry=Telemetry.recording("router"),
             rng=random.Random(5),
             peer_secret=SIMULATED,

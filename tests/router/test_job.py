@@ -6,7 +6,8 @@ from manylora_router.guard.admission import Adapter
 from manylora_router.links.wire import Grant
 from manylora_router.request.frames import Degraded
 from manylora_router.request.job import Job
-from manylora_shared.ids import AdapterDigest, AdapterName, AdapterUid, QosClass, TenantId
+from manylora_shared.adapter_reference import AdapterPart
+from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId
 from manylora_shared.sampling import Sampling
 from manylora_shared.telemetry import Attribute
 
@@ -52,7 +53,7 @@ def test_a_second_grant_remembers_what_was_asked_for() -> None:
 
 
 def test_traces_name_its_adapter_where_it_has_one() -> None:
-    named = job(Adapter(AdapterName("up"), AdapterDigest("ab"), AdapterUid("ab@acme"))).attributes()
+    named = job(Adapter("up", AdapterUid("ab@acme"), (AdapterPart(AdapterName("up"), 1),))).attributes()
     assert (named[Attribute.ADAPTER_ID], named[Attribute.ADAPTER_VERSION]) == ("up", "ab")
     plain = job().attributes()
     assert plain[Attribute.TENANT_ID] == "acme"

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from manylora.v1 import common_pb2, scheduler_pb2, worker_pb2
 from manylora_router.guard.admission import Adapter
 from manylora_router.guard.trials import MAX_TRIALS, Outcome, Trials
+from manylora_shared.adapter_reference import AdapterPart
 from manylora_shared.ids import AdapterDigest, AdapterName, AdapterUid, TenantId
 from manylora_shared.tenancy.policy import TenantPolicy
 from manylora_shared.tenancy.slo import bucket_of
@@ -19,7 +20,7 @@ ACME = TenantId("acme")
 
 
 def adapter(trial: str = "t", *, is_canary: bool = True) -> Adapter:
-    return Adapter(AdapterName("up"), AdapterDigest("d"), AdapterUid("u"), 2, trial, is_canary)
+    return Adapter("up", AdapterUid("d@u"), (AdapterPart(AdapterName("up"), 2),), trial, is_canary)
 
 
 def test_outcomes_count_for_the_version_that_had_the_request() -> None:

@@ -23,7 +23,7 @@ from manylora_shared.tenancy.policy import TenantPolicy
 from manylora_router.admin.adapters import AdapterIntake, AdapterRefused, Taken, UploadPart
 from manylora_router.admin.asking import Subject
 from manylora_router.admin.quality_gate import QualityGate
-from manylora_router.guard.admission import Adapter
+from manylora_router.guard.admission import alone
 from manylora_router.links.directory import Directory
 from manylora_router.quality.report import Report, digest_of
 from manylora_router.quality.samples import Sample, parse_samples
@@ -131,7 +131,7 @@ class AdapterValidation:
         model = self._directory.model
         assert model is not None, "a worker has validated it"
         digest = AdapterDigest(record.uid)
-        candidate = Adapter(AdapterName(record.name or "candidate"), digest, policy.copy_of(digest), 0)
+        candidate = alone(AdapterName(record.name or "candidate"), policy.copy_of(digest))
         own = Subject(Against.CANDIDATE, candidate=candidate)
         line = [Subject(Against.BEFORE, f"{record.name}@{before.number}")] if before is not None else []
         if rule is not None:

@@ -102,7 +102,7 @@ class Intake:
 
     def models(self, request: RequestInput) -> Models:
         policy, _ = admission.admit_caller(
-            self.tenant_of(request), "", self._directory.policy_of, self._directory.line_of, StickyKeys("")
+            self.tenant_of(request), "", self._directory.policy_of, self._directory.line_of, StickyKeys(""), 0
         )
         model = self._model()
         return Models(
@@ -212,8 +212,9 @@ class Intake:
 
     def _admit_caller(self, tenant: str, request: RequestInput, request_id: str) -> tuple[TenantPolicy, Adapter | None]:
         directory, sticky = self._directory, StickyKeys(request_id, request.conversation, request.user)
+        max_lora_rank = directory.model.limits.max_lora_rank if directory.model is not None else 0
         policy, adapter = admission.admit_caller(
-            tenant, request.adapter, directory.policy_of, directory.line_of, sticky
+            tenant, request.adapter, directory.policy_of, directory.line_of, sticky, max_lora_rank
         )
         return policy, request.candidate or adapter
 

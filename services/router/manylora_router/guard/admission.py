@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from manylora_shared.adapter_reference import ReferenceProblem, parse_reference
+from manylora_shared.adapter_reference import AdapterPart, ReferenceProblem, format_reference, parse_reference
+from manylora_shared.composition import RANKS_AT_ONCE, Part, content_of, key_of
 from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.errors import FieldViolation, InvalidRequest, NotFound, shown
-from manylora_shared.ids import AdapterDigest, AdapterName, AdapterUid, QosClass, TenantId, is_valid_name
+from manylora_shared.ids import AdapterDigest, AdapterKey, AdapterName, QosClass, TenantId, is_valid_name
 from manylora_shared.metadata import ADAPTER_KEY, CLASS_KEY, IDEMPOTENCY_KEY, PRIORITY_KEY, TENANT_KEY
 from manylora_shared.sampling import MAX_LISTED, Sampling
-from manylora_shared.tenancy.adapter_line import Line, StickyKeys
+from manylora_shared.tenancy.adapter_line import AdapterVersion, Line, StickyKeys
 from manylora_shared.tenancy.identity import Principal, Scope
 from manylora_shared.tenancy.policy import TenantPolicy
 
@@ -57,6 +59,7 @@ _TEMPLATE_RESERVED = frozenset(
         "truncation",
     }
 )
+_COMPOSES = re.compile(r"[+:]")
 _CLASSES = frozenset(qos_class.value for qos_class in QosClass)
 
 
@@ -127,23 +130,32 @@ class RequestInput:
 class ModelLimits:
     vocab_size: int
     max_context_tokens: int
+    max_lora_rank: int
     max_sequences: int  # slots of the largest worker: a request's choices all run on one worker
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """As a request keeps it to its end, whatever becomes of the name meanwhile."""
+    """As a request keeps it to its end, whatever becomes of the names meanwhile."""
 
-    name: AdapterName
-    digest: AdapterDigest
-    uid: AdapterUid  # the copy that serves it
-    version: int = 1
-    trial: str = ""  # of the rollout that chose the version; empty: none stands, or the request named it
+    name: str  # as the caller may write it: several with their weights
+    uid: AdapterKey  # the copies that serve it
+    parts: tuple[AdapterPart, ...]  # with the versions that answer
+    trial: str = ""  # of the rollout that chose its one version; empty: none stands, or the request named it
     is_canary: bool = False  # it is the one that is tried
 
     @property
+    def digest(self) -> AdapterDigest:
+        return content_of(self.uid)
+
+    @property
+    def version(self) -> int:
+        """0: of several."""
+        return self.parts[0].version or 0 if len(self.parts) == 1 else 0
+
+    @property
     def reference(self) -> str:
-        return f"{self.name}@{self.version}"
+        return format_reference(self.parts)
 
 
 @dataclass(frozen=True)
@@ -173,17 +185,23 @@ def tenant_of(principal: Principal, named: str) -> str:
     return principal.tenant_id
 
 
+def alone(name: AdapterName, uid: AdapterKey) -> Adapter:
+    """Of no version."""
+    return Adapter(name, uid, (AdapterPart(name),))
+
+
 def admit_caller(
     tenant: str,
     adapter: str,
     policy_of: Callable[[TenantId], TenantPolicy | None],
     line_of: Callable[[TenantId, AdapterName], Line | None],
     sticky: StickyKeys,
+    max_lora_rank: int,
 ) -> tuple[TenantPolicy, Adapter | None]:
     """The caller's policy and its adapter; None: the base model. `tenant` and `adapter` may be empty.
 
     Raises:
-        InvalidRequest: no tenant is named.
+        InvalidRequest: no tenant is named, or adapters that do not go together.
         NotFound: tenant or adapter.
     """
     if not tenant:
@@ -194,20 +212,48 @@ def admit_caller(
     if not adapter:
         return policy, None
     try:
-        part, *others = parse_reference(adapter)
-    except ReferenceProblem:
-        raise not_found_adapter(adapter) from None
-    if others or part.weight != 1.0:
-        raise InvalidRequest.of(ADAPTER_KEY, "names more than one adapter, or a weight: that is not served")
-    line = line_of(policy.tenant_id, part.name)
-    version = line.choose(part.version, sticky) if line is not None else None
-    if version is None:
-        raise not_found_adapter(adapter)
-    rollout = line.rollout if line is not None and part.version is None else None
-    trial = rollout.trial if rollout is not None else ""
-    is_canary = rollout is not None and version.number == rollout.to
-    digest = AdapterDigest(version.uid)
-    return policy, Adapter(part.name, digest, policy.copy_of(digest), version.number, trial, is_canary)
+        asked = parse_reference(adapter)
+    except ReferenceProblem as problem:
+        if not _COMPOSES.search(adapter):
+            raise not_found_adapter(adapter) from None
+        raise InvalidRequest.of(ADAPTER_KEY, str(problem)) from None
+    lines: list[Line] = []
+    found: list[AdapterVersion] = []
+    for part in asked:
+        line = line_of(policy.tenant_id, part.name)
+        version = line.choose(part.version, sticky) if line is not None else None
+        if line is None or version is None:
+            raise not_found_adapter(str(replace(part, weight=1.0)))
+        lines.append(line)
+        found.append(version)
+    _check_together(asked, found, max_lora_rank)
+    key = key_of(
+        Part(policy.copy_of(AdapterDigest(each.uid)), part.weight) for each, part in zip(found, asked, strict=True)
+    )
+    parts = tuple(replace(part, version=each.number) for each, part in zip(found, asked, strict=True))
+    name = format_reference(tuple(replace(part, version=None) for part in asked))
+    # An answer of several says nothing of one of them.
+    rollout = lines[0].rollout if len(lines) == 1 and asked[0].version is None and asked[0].weight == 1.0 else None
+    if rollout is None:
+        return policy, Adapter(name, key, parts)
+    return policy, Adapter(name, key, parts, rollout.trial, found[0].number == rollout.to)
+
+
+def _check_together(parts: Sequence[AdapterPart], found: Sequence[AdapterVersion], max_lora_rank: int) -> None:
+    uids = [version.uid for version in found]
+    for i, uid in enumerate(uids):
+        if (first := uids.index(uid)) < i:
+            message = f"{parts[first].name!r} and {parts[i].name!r} are the same adapter; name one, with one weight"
+            raise InvalidRequest.of(ADAPTER_KEY, message)
+    ranks = [_whole_rank(version.max_lora_rank) for version in found]
+    if len(ranks) > 1 and sum(ranks) > _whole_rank(max_lora_rank):
+        each = " + ".join(f"{part.name} {rank}" for part, rank in zip(parts, ranks, strict=True))
+        message = f"takes more rank than {max_lora_rank} (each in steps of {RANKS_AT_ONCE}): {each}"
+        raise InvalidRequest.of(ADAPTER_KEY, message)
+
+
+def _whole_rank(rank: int) -> int:
+    return -(-rank // RANKS_AT_ONCE) * RANKS_AT_ONCE
 
 
 def check(request: RequestInput, model: ModelLimits) -> list[FieldViolation]:

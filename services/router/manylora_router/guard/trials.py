@@ -59,7 +59,7 @@ class Trials:
     def _of(self, tenant: TenantId, adapter: Adapter) -> VersionCounts | None:
         if not adapter.trial:
             return None
-        key = tenant, adapter.name, adapter.trial
+        key = tenant, adapter.parts[0].name, adapter.trial
         if key not in self._counts and len(self._counts) >= MAX_TRIALS:
             return None
         return self._counts.setdefault(key, (VersionCounts(), VersionCounts()))[0 if adapter.is_canary else 1]

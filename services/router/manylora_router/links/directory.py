@@ -246,6 +246,7 @@ class Directory:
             limits = ModelLimits(
                 vocab_size=min(w.vocab_size for w in workers.values()),
                 max_context_tokens=min(w.max_context_tokens for w in workers.values()),
+                max_lora_rank=min(w.max_lora_rank for w in workers.values()),
                 max_sequences=max(w.sequence_slots for w in workers.values()),
             )
             defaults = self._sampling_defaults(first)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, cast
 
+from manylora_shared.composition import uids_of
 from manylora_shared.errors import Code
 from manylora_shared.fairness.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 from manylora_shared.fairness.fair_queue import ArrivalQueue, FairQueue
@@ -208,7 +209,8 @@ class Core:
         else:
             self._moments.set_after(ticket, now, wait_s)
         if request.adapter_uid is not None and not self._fleet.num_open:
-            self._prefetch(request.adapter_uid, flow.tenant_id)
+            for uid in uids_of(request.adapter_uid):
+                self._prefetch(uid, flow.tenant_id)
 
     def _comes_anew(self, known: Ticket, event: Enqueued) -> bool:
         # Where the answer is no, the request's router is answered here.
@@ -481,7 +483,7 @@ class Core:
         self._fleet.update(worker)
 
     def _send_grant(self, ticket: Ticket, worker: WorkerView, *, repeated: bool) -> None:
-        uid = ticket.request.adapter_uid
+        key = ticket.request.adapter_uid
         self._out.append(
             SendGrant(
                 ticket.request,
@@ -490,7 +492,7 @@ class Core:
                 worker.address,
                 ticket.granted_at - ticket.enqueued_at,
                 ticket.attempt,
-                adapter_resident=uid is None or uid in worker.adapters,
+                adapter_resident=key is None or all(uid in worker.adapters for uid in uids_of(key)),
                 repeated=repeated,
             )
         )

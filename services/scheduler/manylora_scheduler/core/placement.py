@@ -7,13 +7,13 @@ above the real slots. Requests for the base model go to the least loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 
-from manylora_shared.ids import AdapterUid, WorkerId
+from manylora_shared.composition import uids_of
+from manylora_shared.ids import AdapterKey, WorkerId
 
 from manylora_scheduler.core.fleet import Fleet
-from manylora_scheduler.core.reports import Residency
 from manylora_scheduler.core.request import QueuedRequest
 from manylora_scheduler.core.worker_view import WorkerView
 
@@ -45,7 +45,7 @@ def choose(request: QueuedRequest, fleet: Fleet, allowed: Callable[[WorkerView],
 
         near = [worker for worker in _holders(uid, fleet) if under_cap(worker)]
         if near:
-            return min(near, key=lambda w: (-w.residency(uid), w.slotted_sequences / w.sequence_slots, w.worker_id))
+            return min(near, key=lambda w: (-w.nearness(uid), w.slotted_sequences / w.sequence_slots, w.worker_id))
         found = home(uid, fleet, under_cap)
         if found is not None:
             return found
@@ -63,17 +63,18 @@ def choose_spare(request: QueuedRequest, fleet: Fleet, allowed: Callable[[Worker
     near = dict.fromkeys(islice(fleet.spare_workers(), _MAX_SPARE))
     uid = request.adapter_uid
     if uid is not None:
-        near |= dict.fromkeys([w for w in islice(fleet.holders.of(uid), _MAX_SPARE) if w.serving])
+        for part in uids_of(uid):
+            near |= dict.fromkeys([w for w in islice(fleet.holders.of(part), _MAX_SPARE) if w.serving])
     found = [worker for worker in near if worker.can_hold(request) and allowed(worker)]
 
     def rank(worker: WorkerView) -> tuple[bool, int, int, WorkerId]:
-        residency = 0 if uid is None else worker.residency(uid)
-        return not worker.has_blocks_for(request), -residency, -worker.spare_sequences, worker.worker_id
+        nearness = 0 if uid is None else worker.nearness(uid)
+        return not worker.has_blocks_for(request), -nearness, -worker.spare_sequences, worker.worker_id
 
     return min(found, key=rank, default=None)
 
 
-def home(uid: AdapterUid, fleet: Fleet, accepts: Callable[[WorkerView], bool]) -> WorkerView | None:
+def home(uid: AdapterKey, fleet: Fleet, accepts: Callable[[WorkerView], bool]) -> WorkerView | None:
     """The first open one in the adapter's own order."""
     if fleet.num_open <= _FEW:
         found = [worker for worker in fleet.open_workers() if accepts(worker)]
@@ -83,7 +84,7 @@ def home(uid: AdapterUid, fleet: Fleet, accepts: Callable[[WorkerView], bool]) -
     return next(in_order(uid, fleet, accepts), None)
 
 
-def in_order(uid: AdapterUid, fleet: Fleet, accepts: Callable[[WorkerView], bool]) -> Iterator[WorkerView]:
+def in_order(uid: AdapterKey, fleet: Fleet, accepts: Callable[[WorkerView], bool]) -> Iterator[WorkerView]:
     for worker_id in fleet.ring.walk(uid):
         worker = _member(fleet, worker_id)
         if accepts(worker):
@@ -95,12 +96,15 @@ def load_cap(fleet: Fleet) -> int:
     return -(-5 * (fleet.slotted_sequences + 1) // (4 * fleet.num_open))
 
 
-def _holders(uid: AdapterUid, fleet: Fleet) -> Iterable[WorkerView]:
-    # Where they are many, only some are told.
-    holders = fleet.holders.of(uid)
+def _holders(uid: AdapterKey, fleet: Fleet) -> Iterable[WorkerView]:
+    # Where they are many, only some are told. Of a composition they are those that have any part.
+    holders: Collection[WorkerView] = ()
+    for part in uids_of(uid):
+        more = fleet.holders.of(part)
+        holders = more if not holders else dict.fromkeys([*islice(holders, _MAX_NEAR), *islice(more, _MAX_NEAR)])
     if len(holders) <= _MAX_NEAR:
         return holders
-    idle = [w for w in islice(fleet.open_workers(), _MAX_NEAR) if w.residency(uid) is not Residency.ABSENT]
+    idle = [w for w in islice(fleet.open_workers(), _MAX_NEAR) if w.nearness(uid)]
     return [*idle, *islice(holders, _MAX_NEAR)]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from manylora_shared.fairness.seam import Rank
-from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
+from manylora_shared.ids import AdapterKey, QosClass, RequestId, RouterId, TenantId, WorkerId
 
 from manylora_scheduler.core.timers import Timed
 
@@ -38,7 +38,7 @@ class QueuedRequest:
     max_new_tokens: int  # over all choices
     sequences: int = 1
     priority: int = 0  # higher is sooner, inside its flow
-    adapter_uid: AdapterUid | None = None
+    adapter_uid: AdapterKey | None = None
     adapter_id: str = ""  # for traces
     deadline: float | None = None  # by the clock that `Core.apply` is given
     is_resumed: bool = False  # a worker had begun it: its prompt is charged already

@@ -8,7 +8,7 @@ import hashlib
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 
-from manylora_shared.ids import AdapterUid, WorkerId
+from manylora_shared.ids import AdapterKey, WorkerId
 
 POINTS_PER_WORKER = 32
 _MAX_CACHED_HASHES = 65_536
@@ -19,7 +19,7 @@ class Ring:
     def __init__(self) -> None:
         self._points: list[tuple[int, WorkerId]] = []
         self._points_of: dict[WorkerId, list[int]] = {}
-        self._hashes: dict[AdapterUid, int] = {}
+        self._hashes: dict[AdapterKey, int] = {}
 
     def add(self, worker_id: WorkerId) -> None:
         points = sorted(_hash(f"{worker_id}|{i}") for i in range(POINTS_PER_WORKER))
@@ -31,7 +31,7 @@ class Ring:
         for point in self._points_of.pop(worker_id):
             del self._points[bisect_left(self._points, (point, worker_id))]
 
-    def walk(self, uid: AdapterUid) -> Iterator[WorkerId]:
+    def walk(self, uid: AdapterKey) -> Iterator[WorkerId]:
         begin = bisect_right(self._points, (self._hash_of(uid), WorkerId("")))
         seen: set[WorkerId] = set()
         for i in range(len(self._points)):
@@ -40,11 +40,11 @@ class Ring:
                 seen.add(worker_id)
                 yield worker_id
 
-    def distance(self, uid: AdapterUid, worker_id: WorkerId) -> int:
+    def distance(self, uid: AdapterKey, worker_id: WorkerId) -> int:
         at, points = self._hash_of(uid), self._points_of[worker_id]
         return (points[bisect_left(points, at) % len(points)] - at) % _CIRCLE
 
-    def _hash_of(self, uid: AdapterUid) -> int:
+    def _hash_of(self, uid: AdapterKey) -> int:
         found = self._hashes.get(uid)
         if found is None:
             if len(self._hashes) >= _MAX_CACHED_HASHES:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
-from manylora_shared.ids import AdapterUid, RequestId, WorkerId
+from manylora_shared.composition import uids_of
+from manylora_shared.ids import AdapterKey, AdapterUid, RequestId, WorkerId
 
 from manylora_scheduler.core.reports import (
     ABSENT,
@@ -217,6 +218,10 @@ class WorkerView:
             longest = self.max_context_tokens
         return self.kv_blocks_total * self.block_size >= longest - 1
 
+    def nearness(self, key: AdapterKey) -> int:
+        """The sum of its adapters' residencies: greater is nearer."""
+        return sum(map(self.residency, uids_of(key)))
+
     def residency(self, adapter_uid: AdapterUid) -> Residency:
         found = self.adapters.get(adapter_uid, ABSENT)
         if not found and self.has_or_awaits(adapter_uid):
@@ -261,8 +266,7 @@ class WorkerView:
         ticket.blocks = blocks = self.blocks_for(request)
         self._granted_blocks += blocks
         self._granted_sequences += request.sequences
-        uid = request.adapter_uid
-        if uid is not None:
+        for uid in uids_of(request.adapter_uid) if request.adapter_uid is not None else ():
             count = self._assigned.get(uid)
             if count is None:
                 self._assigned[uid] = 1
@@ -303,16 +307,15 @@ class WorkerView:
         return [ticket for ticket in self.running.values() if ticket is not None] + list(self.granted.values())
 
     def _unassign(self, ticket: Ticket) -> None:
-        uid = ticket.request.adapter_uid
-        if uid is None:
-            return
-        count = self._assigned[uid]
-        if count > 1:
-            self._assigned[uid] = count - 1
-        else:
-            del self._assigned[uid]
-            if uid not in self.adapters:
-                self._holders.note(uid, self)
+        key = ticket.request.adapter_uid
+        for uid in uids_of(key) if key is not None else ():
+            count = self._assigned[uid]
+            if count > 1:
+                self._assigned[uid] = count - 1
+            else:
+                del self._assigned[uid]
+                if uid not in self.adapters:
+                    self._holders.note(uid, self)
 
     # ---- prefetches
 
@@ -420,8 +423,8 @@ class WorkerView:
         counts: dict[AdapterUid, int] = {}
         for ticket in self.tickets():
             assert ticket.worker_id == self.worker_id
-            if ticket.request.adapter_uid is not None:
-                counts[ticket.request.adapter_uid] = counts.get(ticket.request.adapter_uid, 0) + 1
+            for uid in uids_of(ticket.request.adapter_uid) if ticket.request.adapter_uid is not None else ():
+                counts[uid] = counts.get(uid, 0) + 1
         assert counts == self._assigned
         assert ABSENT not in self.adapters.values()
         held = {uid for uid in self._residents() if self.residency(uid) is not ABSENT}

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 
+from manylora_shared.composition import uids_of
 from manylora_shared.errors import Code
 from manylora_shared.ids import QosClass, RequestId, TenantId, WorkerId
 from manylora_shared.tenancy.overload import (
@@ -223,7 +224,8 @@ class OverloadGate:
         if waiting is not None:
             self._book.granted(flow, waiting, now)
         if request.adapter_uid is not None:
-            self._neighbours.granted(flow.tenant_id, request.adapter_uid, grant.adapter_resident, now)
+            for uid in uids_of(request.adapter_uid):
+                self._neighbours.granted(flow.tenant_id, uid, grant.adapter_resident, now)
         cap = self._view.output_cap(flow.tenant_id, flow.qos_class, request.request_id)
         if cap is not None and not request.is_resumed and cap < request.max_new_tokens // request.sequences:
             grant.max_output_tokens, grant.overload_level = cap, self._view.level_of(*flow)

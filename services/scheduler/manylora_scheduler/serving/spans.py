@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from manylora_shared.composition import content_of
 from manylora_shared.errors import Code
-from manylora_shared.ids import digest_of
 from manylora_shared.telemetry import Attribute, Attributes, Span, SpanName, Telemetry, request_attributes
 
 from manylora_scheduler.core.events import SendGrant
@@ -61,6 +61,6 @@ def _attributes(request: QueuedRequest) -> Attributes:
         tenant=request.flow.tenant_id,
         qos_class=request.flow.qos_class,
         adapter=request.adapter_id,
-        adapter_version=digest_of(request.adapter_uid) if request.adapter_uid else "",
+        adapter_version=content_of(request.adapter_uid) if request.adapter_uid else "",
         request_id=request.request_id,
     )

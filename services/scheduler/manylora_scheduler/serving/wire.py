@@ -7,8 +7,9 @@ import math
 from collections.abc import Iterable, Mapping
 
 from manylora.v1 import admin_pb2, scheduler_pb2, worker_pb2
+from manylora_shared.composition import key_problem
 from manylora_shared.errors import InvalidRequest, QuotaBreach
-from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, is_uid, name_problem
+from manylora_shared.ids import AdapterUid, Composition, QosClass, RequestId, RouterId, TenantId, name_problem
 from manylora_shared.tenancy.overload import OverloadView, rung_of
 from manylora_shared.wire import QOS_CLASSES, QOS_NUMBERS
 
@@ -70,8 +71,8 @@ def queued_request(
     """Raises InvalidRequest. `now` by the event loop's clock, `enqueued_ns` in unix time."""
     _check_id("request_id", message.request_id)
     _check_tenant("tenant_id", message.tenant_id)
-    if message.adapter_uid and not is_uid(message.adapter_uid):
-        raise InvalidRequest.of("adapter_uid", "is no adapter's")
+    if message.adapter_uid and (problem := key_problem(message.adapter_uid)) is not None:
+        raise InvalidRequest.of("adapter_uid", problem)
     if message.sequences > MAX_SEQUENCES:
         raise InvalidRequest.of("sequences", f"must be at most {MAX_SEQUENCES}")
     deadline = None
@@ -87,7 +88,7 @@ def queued_request(
         max_new_tokens=message.max_new_tokens,
         sequences=max(1, message.sequences),
         priority=message.priority,
-        adapter_uid=AdapterUid(message.adapter_uid) if message.adapter_uid else None,
+        adapter_uid=Composition(message.adapter_uid) if message.adapter_uid else None,
         adapter_id=message.adapter_id,
         deadline=deadline if deadline != math.inf else None,
         is_resumed=message.resumed,

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from manylora_shared.ids import AdapterUid, RequestId, TenantId
+from manylora_shared.composition import uids_of
+from manylora_shared.ids import AdapterKey, AdapterUid, RequestId, TenantId
 
 from manylora_worker.adapters.load_order import LoadOrder
 from manylora_worker.adapters.loading import LOOK_AGAIN_S, Loading, Versions
@@ -49,6 +50,17 @@ class AdapterFailure:
     holders: Sequence[RequestId]
 
 
+@dataclass(eq=False)
+class Hold:
+    """What a request holds: all of it is on the device before the request uses any."""
+
+    tenant_id: TenantId
+    uids: tuple[AdapterUid, ...]
+    missing: dict[AdapterUid, None]
+    since: float
+    is_back: bool = False  # it has given its parts back, for an older one that found no room
+
+
 class CacheUpdate(NamedTuple):
     ready: Sequence[RequestId]  # waiting before, using it now
     failed: Sequence[AdapterFailure]
@@ -79,7 +91,8 @@ class AdapterCache:
     ) -> None:
         self._backend = backend
         self._limits = limits
-        self._holds: dict[RequestId, tuple[TenantId, AdapterUid]] = {}
+        self._holds: dict[RequestId, Hold] = {}
+        self._composed: dict[RequestId, Hold] = {}  # of several adapters, and waiting: oldest first
         self._host, self._device = (
             TierRoom(
                 tier,
@@ -128,7 +141,7 @@ class AdapterCache:
     @property
     def has_work(self) -> bool:
         """Whether anything waits for `pump`."""
-        return bool(self._order or self._prefetches or self.num_loading or self._pins.is_due)
+        return bool(self._order or self._prefetches or self.num_loading or self._pins.is_due or self._composed)
 
     @property
     def is_settled(self) -> bool:
@@ -159,35 +172,47 @@ class AdapterCache:
 
     def uses(self, holder: RequestId) -> bool:
         hold = self._holds.get(holder)
-        return hold is not None and holder in self._residency.entries[hold[1]].users
+        return hold is not None and not hold.missing
 
-    def acquire(self, holder: RequestId, tenant_id: TenantId, uid: AdapterUid, now: float) -> bool:
-        """Whether it uses the adapter already; else a later `pump` names it."""
+    def acquire(self, holder: RequestId, tenant_id: TenantId, key: AdapterKey, now: float) -> bool:
+        """Whether it uses all of its adapters already; else a later `pump` names it."""
         assert holder not in self._holds, f"{holder} holds an adapter already"
-        entry = self._residency.entry(uid)
-        self._holds[holder] = (tenant_id, uid)
-        self._residency.touch(entry, tenant_id, now)
-        if entry.on_device and tenant_id not in entry.queued and self._overtaking.is_allowed(tenant_id, entry):
-            entry.users[holder] = None
-            return True
-        entry.waiters[holder] = tenant_id
-        self._order.add(tenant_id, entry)
-        return False
+        uids = uids_of(key)
+        hold = self._holds[holder] = Hold(tenant_id, uids, dict.fromkeys(uids), now)
+        self._collect(holder, hold, now)
+        if hold.missing and len(hold.uids) > 1:
+            self._composed[holder] = hold
+        return not hold.missing
 
     def release(self, holder: RequestId, now: float) -> None:
         """Unknown holders are ignored: their load has failed."""
         hold = self._holds.pop(holder, None)
-        if hold is None:
-            return
-        tenant_id, uid = hold
-        entry = self._residency.entries[uid]
-        if holder in entry.users:
-            self._residency.end_use(entry, holder, tenant_id, now)
-        else:
-            del entry.waiters[holder]
-            if not self._waits(entry, tenant_id):
-                self._leave_queue(entry, tenant_id)
-        self._residency.forget_if_unused(entry)
+        if hold is not None:
+            self._composed.pop(holder, None)
+            self._let_go(holder, hold, now)
+
+    def _collect(self, holder: RequestId, hold: Hold, now: float) -> None:
+        for uid in hold.uids:
+            entry = self._residency.entry(uid)
+            self._residency.touch(entry, hold.tenant_id, now)
+            is_free = entry.on_device and hold.tenant_id not in entry.queued
+            if is_free and self._overtaking.is_allowed(hold.tenant_id, entry):
+                entry.users[holder] = None
+                del hold.missing[uid]
+            else:
+                entry.waiters[holder] = hold.tenant_id
+                self._order.add(hold.tenant_id, entry)
+
+    def _let_go(self, holder: RequestId, hold: Hold, now: float) -> None:
+        for uid in hold.uids:
+            entry = self._residency.entries.get(uid)
+            if entry is None:
+                continue
+            if holder in entry.users:
+                self._residency.end_use(entry, holder, hold.tenant_id, now)
+            elif entry.waiters.pop(holder, None) is not None and not self._waits(entry, hold.tenant_id):
+                self._leave_queue(entry, hold.tenant_id)
+            self._residency.forget_if_unused(entry)
 
     def prefetch(self, uid: AdapterUid, tenant_id: TenantId | None) -> None:
         """As far up as there is room without waiting; forgets a failure."""
@@ -232,6 +257,8 @@ class AdapterCache:
         for uid, prefetching in list(self._prefetches.items()):
             if uid in self._prefetches and self._advance_prefetch(self._residency.entries[uid], prefetching, now):
                 self._end_prefetch(self._residency.entries[uid])
+        if self._composed:
+            self._settle_composed(ready, failed, now)
         self._settled = (before, interval) if before == self._state() else None
         return CacheUpdate(ready, failed, self._residency.take_evictions())
 
@@ -245,7 +272,10 @@ class AdapterCache:
         entries = self._residency.entries
         for uid, entry in entries.items():
             self._check_entry(uid, entry)
-        assert len(self._holds) == sum(len(e.users) + len(e.waiters) for e in entries.values())
+        held = sum(len(hold.uids) for hold in self._holds.values() if not hold.is_back)
+        assert held == sum(len(e.users) + len(e.waiters) for e in entries.values())
+        waiting_for_several = {r for r, hold in self._holds.items() if hold.missing and len(hold.uids) > 1}
+        assert self._composed.keys() == waiting_for_several
         waiting = [(tenant, uid) for tenant, queue in self._order.queues.items() for uid in queue]
         assert sorted(waiting) == sorted((tenant, uid) for uid, e in entries.items() for tenant in e.queued)
 
@@ -254,8 +284,10 @@ class AdapterCache:
         assert entry.is_prefetched == (uid in self._prefetches)
         assert entry.queued.keys() == {t for t in (*entry.waiters.values(), *entry.pinned_by) if self._waits(entry, t)}
         for holder in (*entry.users, *entry.waiters):
-            tenant, held = self._holds[holder]
-            assert held == uid
+            hold = self._holds[holder]
+            tenant = hold.tenant_id
+            assert uid in hold.uids
+            assert (uid in hold.missing) == (holder in entry.waiters)
             assert tenant in entry.claims[AdapterTier.DEVICE], "used by a tenant against which it does not count"
         for tenant in entry.pinned_by:
             assert tenant in entry.claims[AdapterTier.DEVICE]
@@ -305,7 +337,7 @@ class AdapterCache:
         elif entry.loading is not None:
             return
         elif (problem := self._too_large(entry)) is not None:
-            self._fail(entry, problem, failed)
+            self._fail(entry, problem, failed, now)
         elif entry.on_host:
             self._loading.to_device(entry, tenant_id, now)
         else:
@@ -318,7 +350,11 @@ class AdapterCache:
         for holder in holders:
             del entry.waiters[holder]
             entry.users[holder] = None
-        ready += holders
+            hold = self._holds[holder]
+            del hold.missing[entry.uid]
+            if not hold.missing:
+                self._composed.pop(holder, None)
+                ready.append(holder)
         self._leave_queue(entry, tenant_id)
         self._residency.touch(entry, tenant_id, now)
 
@@ -333,12 +369,64 @@ class AdapterCache:
         entry.is_prefetched = False
         self._residency.forget_if_unused(entry)
 
+    # -- several adapters for one request
+
+    def _settle_composed(self, ready: list[RequestId], failed: list[AdapterFailure], now: float) -> None:
+        # Who has some of its parts and finds no room for the rest could wait for another in the same plight for ever.
+        # So it gives them back, and collects them again when it is the oldest that waits for several; the oldest itself
+        # gives them back once, when the others have, for those who wait for one adapter.
+        is_oldest = True
+        for holder, hold in list(self._composed.items()):
+            if (problem := self._too_large_together(hold)) is not None:
+                del self._holds[holder], self._composed[holder]
+                self._let_go(holder, hold, now)
+                failed.append(AdapterFailure(hold.uids[0], problem, [holder]))
+                continue
+            if hold.is_back:
+                if is_oldest:
+                    hold.is_back, hold.since = False, now
+                    self._collect(holder, hold, now)
+                    if not hold.missing:
+                        del self._composed[holder]
+                        ready.append(holder)
+            elif self._is_stuck(hold, now) and (not is_oldest or now - hold.since >= 2 * self._limits.patience_s):
+                self._give_back(holder, hold, now)
+            is_oldest = False
+
+    def _give_back(self, holder: RequestId, hold: Hold, now: float) -> None:
+        """For who finds room then: what nobody else of the tenant uses is no longer claimed by it."""
+        self._let_go(holder, hold, now)
+        hold.missing, hold.is_back = dict.fromkeys(hold.uids), True
+        for uid in hold.uids:
+            entry = self._residency.entries.get(uid)
+            if entry is not None and not self._concerns(entry, hold.tenant_id):
+                self._residency.drop_claims(entry, hold.tenant_id)
+
+    def _concerns(self, entry: Entry, tenant_id: TenantId) -> bool:
+        used = any(self._holds[user].tenant_id == tenant_id for user in entry.users)
+        return used or tenant_id in entry.pinned_by or tenant_id in entry.waiters.values()
+
+    def _is_stuck(self, hold: Hold, now: float) -> bool:
+        if now - hold.since < self._limits.patience_s or len(hold.missing) == len(hold.uids):
+            return False
+        entries = [self._residency.entries[uid] for uid in hold.missing]
+        return any(
+            entry.loading is None and (entry.on_host or entry.on_device or hold.tenant_id in entry.no_room_since)
+            for entry in entries
+        )
+
+    def _too_large_together(self, hold: Hold) -> str | None:
+        size_bytes = sum(self._residency.size_of(uid) for uid in hold.uids)
+        others = [e for e in self._residency.entries.values() if e.pinned_by and e.uid not in hold.uids]
+        left = self._limits.device_bytes - sum(entry.size_bytes for entry in others)
+        return None if size_bytes <= left else f"its adapters take {size_bytes} bytes together; the device has {left}"
+
     # -- loads that end
 
     def _take_event(self, event: AdapterEvent, failed: list[AdapterFailure], now: float) -> None:
         entry = self._residency.end_load(event)
         if event.error is not None:
-            self._fail(entry, event.error, failed)
+            self._fail(entry, event.error, failed, now)
         elif event.tier is AdapterTier.DEVICE:
             self._pins.arrived(entry.uid)
         else:
@@ -346,7 +434,7 @@ class AdapterCache:
                 self._pins.changed()
             if (problem := self._too_large(entry)) is not None:
                 self._residency.drop(entry, AdapterTier.HOST)
-                self._fail(entry, problem, failed)
+                self._fail(entry, problem, failed, now)
             else:
                 self._loading.settle_on_host(entry, now)
 
@@ -361,11 +449,14 @@ class AdapterCache:
                 return f"the adapter takes {entry.size_bytes} bytes, and what is pinned leaves {left} on the device"
         return None
 
-    def _fail(self, entry: Entry, message: str, failed: list[AdapterFailure]) -> None:
+    def _fail(self, entry: Entry, message: str, failed: list[AdapterFailure], now: float) -> None:
         holders = list(entry.waiters)
-        for holder in holders:
-            del self._holds[holder]
         entry.waiters.clear()
+        for holder in holders:
+            hold = self._holds.pop(holder)
+            self._composed.pop(holder, None)
+            if len(hold.uids) > 1:
+                self._let_go(holder, hold, now)
         for tenant in entry.pinned_by:
             self._pins.failed(tenant, entry.uid, message)
         entry.pinned_by.clear()

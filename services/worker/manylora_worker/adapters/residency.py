@@ -98,6 +98,10 @@ class Residency:
         if entry.is_unused:
             del self.entries[entry.uid]
 
+    def drop_claims(self, entry: Entry, tenant_id: TenantId) -> None:
+        for claims in entry.claims.values():
+            self.claims_version += claims.pop(tenant_id, None) is not None
+
     def drop_vain_claims(self, entry: Entry) -> None:
         """On a tier where it is not, only who waits for it claims it."""
         for tier, claims in entry.claims.items():

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from manylora_shared import sampling
-from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
+from manylora_shared.ids import AdapterKey, AdapterUid, QosClass, RequestId, TenantId
 
 from manylora_worker.kinds.constraint import CompiledConstraint
 
@@ -43,7 +43,7 @@ class EngineRequest:
     request_id: RequestId
     tenant_id: TenantId
     qos_class: QosClass
-    adapter_uid: AdapterUid | None
+    adapter_uid: AdapterKey | None
     prompt_token_ids: tuple[int, ...]
     max_tokens: int  # per choice, tokens in `emitted` included
     sampling: Sampling
@@ -122,7 +122,7 @@ class SequenceChunk:
     token_ids: Sequence[int]
     start_position: int
     block_table: Sequence[int]  # position p stands in block_table[p // block_size] at p % block_size
-    adapter_uid: AdapterUid | None
+    adapter_uid: AdapterKey | None
     samples: bool
     sampling: Sampling
     choice: int
@@ -176,7 +176,7 @@ class ModelRunner(Protocol):
     @property
     def max_context_tokens(self) -> int: ...
 
-    # Every adapter_uid of a batch is on the device.
+    # Every adapter of a batch is on the device, and all parts of a composition.
     def execute(self, batch: StepBatch) -> Sequence[Sampled]:
         """One Sampled for each chunk that `is_answered`, in order: a function of each chunk alone (up to rounding)."""
 

@@ -15,7 +15,8 @@ import struct
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from manylora_shared.ids import AdapterUid, TenantId, digest_of
+from manylora_shared.composition import content_of
+from manylora_shared.ids import AdapterKey, TenantId
 
 from manylora_worker.kinds.flow import CacheScope
 from manylora_worker.kinds.sequence import Sequence
@@ -46,13 +47,13 @@ class PrefixKeys:
                 keys.append(self.key(namespace, keys[-1] if keys else _NO_PARENT, tokens))
         return keys[index]
 
-    def namespace(self, scope: CacheScope, adapter_uid: AdapterUid | None) -> Namespace:
+    def namespace(self, scope: CacheScope, adapter_uid: AdapterKey | None) -> Namespace:
         return self._kept_namespace(scope, adapter_uid)
 
-    def _make_namespace(self, scope: CacheScope, adapter_uid: AdapterUid | None) -> Namespace:
+    def _make_namespace(self, scope: CacheScope, adapter_uid: AdapterKey | None) -> Namespace:
         fields = [b"group" if scope.is_group else b"tenant", scope.name.encode(), self._model_digest.encode()]
         if adapter_uid is not None:
-            fields.append(digest_of(adapter_uid).encode())
+            fields.append(content_of(adapter_uid).encode())
         # With each field's length, no two lists of fields are the same bytes.
         message = b"".join(len(each).to_bytes(4, "little") + each for each in fields)
         return Namespace(hmac.digest(self._secret, message, "sha256"))

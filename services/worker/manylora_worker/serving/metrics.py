@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from manylora_shared.composition import uids_of
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 from manylora_shared.telemetry import Attribute, Metrics, Telemetry
 from manylora_shared.telemetry.registry import OTHER, Metric
@@ -102,16 +103,21 @@ class WorkerMetrics:
                 self._telemetry.count(metric, 0, {Attribute.TENANT_ID: tenant})
         if uid is None:
             return
-        self._names.pop(uid, None)
-        self._names[uid] = adapter or uid
-        if len(self._names) > _MAX_KNOWN_NAMES:
-            del self._names[next(iter(self._names))]
-        tier = self._view.adapters.get(uid)
-        found = _TIERS[tier] if tier is not None else _DISK
-        labels = {Attribute.TENANT_ID: self._shown(tenant), Attribute.TIER: found}
-        self._telemetry.count(Metrics.ADAPTER_REQUESTS, 1, labels)
+        parts = uids_of(uid)
+        if len(parts) == 1:
+            self._names.pop(parts[0], None)
+            self._names[parts[0]] = adapter or uid
+            if len(self._names) > _MAX_KNOWN_NAMES:
+                del self._names[next(iter(self._names))]
+        tiers = [self._view.adapters.get(part) for part in parts]
+        for tier in tiers:
+            found = _TIERS[tier] if tier is not None else _DISK
+            labels = {Attribute.TENANT_ID: self._shown(tenant), Attribute.TIER: found}
+            self._telemetry.count(Metrics.ADAPTER_REQUESTS, 1, labels)
+        farthest = None if None in tiers else min(tier for tier in tiers if tier is not None)
+        found = _TIERS[farthest] if farthest is not None else _DISK
         is_named = self._adapters.used((tenant, adapter), 1)
-        if tier is AdapterTier.DEVICE:
+        if farthest is AdapterTier.DEVICE:
             hit = (tenant, adapter) if is_named else (OTHER, OTHER)
             self._telemetry.count(Metrics.ADAPTER_HITS, 1, {Attribute.TENANT_ID: hit[0], Attribute.ADAPTER_ID: hit[1]})
         else:
@@ -208,7 +214,7 @@ class WorkerMetrics:
         for name, count in (("device", len(on_device)), ("host", len(tiers) - len(on_device))):
             self._telemetry.gauge(Metrics.ADAPTERS_RESIDENT, count, {Attribute.TIER: name})
         wanted = {stream.request.adapter_uid for stream in self._view.running.values()}
-        waiting = {uid for uid in wanted if uid is not None and uid not in on_device}
+        waiting = {uid for key in wanted if key is not None for uid in uids_of(key) if uid not in on_device}
         lora = {
             Attribute.MAX_LORA: str(self._max_adapters(len(on_device))),
             Attribute.RUNNING_ADAPTERS: self._listed(on_device),

@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 from manylora.v1 import worker_pb2
+from manylora_shared.composition import uids_of
 from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.errors import InvalidRequest, NotFound, ServiceUnavailable, Unready, WorkerLost
-from manylora_shared.ids import AdapterUid, RequestId, TenantId, is_uid, name_problem
+from manylora_shared.ids import AdapterKey, AdapterUid, RequestId, TenantId, is_uid, name_problem
 from manylora_shared.metadata import ADAPTER_KEY
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import ServerCall, Service
@@ -20,7 +21,7 @@ from manylora_shared.transport.base import ServerCall, Service
 from manylora_worker.constraints.compiler import ConstraintCompiler
 from manylora_worker.hosting.output_stream import EndKind, OutputStream, StreamEnd
 from manylora_worker.hosting.runtime import Runtime
-from manylora_worker.kinds.api import EngineRequest
+from manylora_worker.kinds.api import AdapterTier, EngineRequest
 from manylora_worker.serving.adapter_trial import AdapterTrial
 from manylora_worker.serving.control import ControlSession
 from manylora_worker.serving.metrics import WorkerMetrics
@@ -128,6 +129,11 @@ class WorkerServicer:
 
     # -- handlers
 
+    def _tier_of(self, key: AdapterKey) -> AdapterTier | None:
+        """The lowest of its parts; None: one is on no tier yet."""
+        tiers = [self._runtime.view.adapters.get(uid) for uid in uids_of(key)]
+        return None if None in tiers else min(tier for tier in tiers if tier is not None)
+
     async def execute(
         self, message: worker_pb2.ExecuteRequest, call: ServerCall
     ) -> AsyncIterator[worker_pb2.ExecuteResponse]:
@@ -145,7 +151,7 @@ class WorkerServicer:
             self._executing[request.request_id] = None
             try:
                 self._metrics.comes(request, call.metadata.get(ADAPTER_KEY, ""))
-                found = self._runtime.view.adapters.get(request.adapter_uid) if request.adapter_uid else None
+                found = self._tier_of(request.adapter_uid) if request.adapter_uid else None
                 await stream.has_something(_STARTED_S)
                 started = worker_pb2.ExecuteStarted(adapter=TIERS[found] if found is not None else None)
                 yield worker_pb2.ExecuteResponse(frame=0, started=started)

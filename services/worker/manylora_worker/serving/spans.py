@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
+from manylora_shared.composition import content_of
 from manylora_shared.errors import Code
-from manylora_shared.ids import digest_of
 from manylora_shared.metadata import ADAPTER_KEY, TRACEPARENT_KEY
 from manylora_shared.telemetry import Attribute, SpanName, Telemetry, request_attributes
 
@@ -48,7 +48,7 @@ class ExecuteSpans:
             tenant=request.tenant_id,
             qos_class=request.qos_class.value,
             adapter=metadata.get(ADAPTER_KEY, ""),
-            adapter_version=digest_of(request.adapter_uid) if request.adapter_uid else "",
+            adapter_version=content_of(request.adapter_uid) if request.adapter_uid else "",
             request_id=request.request_id,
         )
         self._attributes[Attribute.WORKER_ID] = worker_id

@@ -9,8 +9,9 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from manylora.v1 import common_pb2, worker_pb2
+from manylora_shared.composition import key_problem, uids_of
 from manylora_shared.errors import FieldViolation, InvalidRequest
-from manylora_shared.ids import AdapterUid, RequestId, TenantId, is_uid, name_problem, owner_of
+from manylora_shared.ids import Composition, RequestId, TenantId, name_problem, owner_of
 from manylora_shared.sampling import barred_too_much
 from manylora_shared.wire import QOS_CLASSES
 
@@ -63,9 +64,11 @@ def engine_request(message: worker_pb2.ExecuteRequest, model: ModelInfo) -> Engi
     problem = name_problem(message.tenant_id)
     check(problem is None, "tenant_id", problem or "")
     check(message.qos_class in QOS_CLASSES, "qos_class", "must be set")
-    uid = AdapterUid(message.adapter_uid)
-    if check(not uid or is_uid(uid), "adapter_uid", "is no adapter's"):
-        check(owner_of(uid) in (None, message.tenant_id), "adapter_uid", "is another tenant's copy")
+    key = Composition(message.adapter_uid)
+    problem = key_problem(key) if key else None
+    if check(problem is None, "adapter_uid", problem or "") and key:
+        owners = {owner_of(uid) for uid in uids_of(key)}
+        check(owners <= {None, message.tenant_id}, "adapter_uid", "is another tenant's copy")
     prompt = tuple(message.prompt_token_ids)
     emitted = tuple(None if each.has_ended else tuple(each.token_ids) for each in message.emitted)
     check(len(prompt) > 0, "prompt_token_ids", "must not be empty")
@@ -98,7 +101,7 @@ def engine_request(message: worker_pb2.ExecuteRequest, model: ModelInfo) -> Engi
         request_id=RequestId(message.request_id),
         tenant_id=TenantId(message.tenant_id),
         qos_class=QOS_CLASSES[message.qos_class],
-        adapter_uid=uid or None,
+        adapter_uid=key or None,
         prompt_token_ids=prompt,
         max_tokens=message.max_tokens,
         sampling=sampling,

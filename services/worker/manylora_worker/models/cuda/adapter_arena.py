@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from manylora_shared.ids import AdapterUid
+from manylora_shared.composition import parts_of, uids_of
+from manylora_shared.ids import AdapterKey, AdapterUid
 from torch import Tensor
 
 from manylora_worker.models.cuda.kernels.lora import (
@@ -17,7 +18,10 @@ from manylora_worker.models.cuda.kernels.lora import (
     CHUNK_RANKS,
     a_field,
     b_field,
+    compose_entries,
     num_chunks,
+    part_field,
+    part_word,
     site_fields,
 )
 from manylora_worker.weights.layout import HostAdapter, PlacedSite
@@ -46,7 +50,7 @@ class Placement:
 
     runs: Sequence[_Run]
     chunks: np.ndarray  # int64 [chunks, 4]: site, field of its entry, run, elements from the run's begin
-    ranks: np.ndarray  # int64 [slots, 3]: site, field, rank
+    words: np.ndarray  # int64 [words, 3]: site, field, word: what of its entries is the same wherever it stands
 
     @property
     def num_blocks(self) -> int:
@@ -56,13 +60,14 @@ class Placement:
 def place(adapter: HostAdapter, block_elements: int, chunks: int) -> Placement:
     """Raises ValueError where a chunk is larger than a block or the matrices' widths are odd."""
     pieces: list[tuple[int, int, int, int]] = []  # start, length, site, field
-    ranks: list[tuple[int, int, int]] = []
+    words: list[tuple[int, int, int]] = []
     for placed in adapter.layout:
         for slot, start, stop, b in placed.slots:
-            ranks.append((placed.site, slot, stop - start))
+            words.append((placed.site, slot, stop - start))
             for chunk in range(num_chunks(stop - start)):
                 first = chunk * CHUNK_RANKS
                 rows = min(CHUNK_RANKS, stop - start - first)
+                words.append((placed.site, part_field(slot, chunk, chunks), part_word(rows)))
                 a_start = placed.a.start + (start + first) * placed.a.columns
                 pieces.append((a_start, rows * placed.a.columns, placed.site, a_field(slot, chunk, chunks)))
                 b_start = b.start + first * b.columns
@@ -79,7 +84,7 @@ def place(adapter: HostAdapter, block_elements: int, chunks: int) -> Placement:
         else:
             runs.append(_Run(start, length))
         cut.append((site, field, len(runs) - 1, start - runs[-1].start))
-    return Placement(runs, np.array(cut, dtype=np.int64), np.array(ranks, dtype=np.int64))
+    return Placement(runs, np.array(cut, dtype=np.int64), np.array(words, dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,7 @@ class _Place:
     slot: int
     blocks: Sequence[int]
     placement: Placement
+    entry: np.ndarray  # int64 [sites, fields]
     freed: torch.cuda.Event | None  # when the blocks' last readers are done
 
 
@@ -96,6 +102,7 @@ class AdapterArena:
     Args:
         arena: [elements], flat; block b begins at b * block_elements.
         blocks: those that adapters may use.
+        num_composed: at least as many as one step's rows can name.
         clear: blocks that an adapter gives back, [n]; None: they keep their content.
     """
 
@@ -106,6 +113,7 @@ class AdapterArena:
         blocks: Sequence[int],
         *,
         num_slots: int,
+        num_composed: int,
         num_sites: int,
         max_rank: int,
         clear: Callable[[Tensor], None] | None = None,
@@ -114,19 +122,41 @@ class AdapterArena:
         self.chunks = num_chunks(max_rank)
         self.block_elements = block_elements
         fields = site_fields(self.chunks)
-        self.sites = torch.zeros(num_sites, num_slots + 1, fields, dtype=torch.int64, device=arena.device)
+        num_entries = num_slots + 1 + num_composed
+        self.sites = torch.zeros(num_sites, num_entries, fields, dtype=torch.int64, device=arena.device)
+        self._max_composed = num_composed
+        self._composed: OrderedDict[AdapterKey, int] = OrderedDict()  # compositions' slots, last used last
+        self._free_composed = list(range(num_slots + 1, num_entries))
         self._by_block = arena.view(-1, block_elements)
         self._block_bytes: int = block_elements * arena.element_size()
         self._free_blocks = list(reversed(blocks))
         self._free_slots = list(range(num_slots, 0, -1))
-        self._places: dict[AdapterUid, _Place] = {}
+        self._places: dict[AdapterKey, _Place] = {}
         self._placements: OrderedDict[tuple[PlacedSite, ...], Placement] = OrderedDict()
         # most adapters of a model have one of a few layouts; one takes milliseconds to work out
         self._known: OrderedDict[AdapterUid, Placement] = OrderedDict()
         self._lock = threading.Lock()
 
-    def slot_of(self, uid: AdapterUid) -> int:
-        return self._places[uid].slot
+    def slot_of(self, key: AdapterKey) -> int:
+        """Raises KeyError for what is not on the device, ValueError for a composition of too high a rank."""
+        place = self._places.get(key)
+        if place is not None:
+            return place.slot
+        composed = self._composed.get(key)
+        if composed is None:
+            return self._compose(key)
+        self._composed.move_to_end(key)
+        return composed
+
+    def _compose(self, key: AdapterKey) -> int:
+        # The parts' chunks stand where they are: this is an entry in the table alone.
+        entry = torch.zeros(self.sites.shape[0], self.sites.shape[2], dtype=torch.int64)
+        compose_entries([(self._places[part.uid].entry, part.weight) for part in parts_of(key)], entry.numpy())
+        if len(self._composed) == self._max_composed:
+            self._free_composed.append(self._composed.popitem(last=False)[1])
+        slot = self._composed[key] = self._free_composed.pop()
+        self.sites[:, slot].copy_(entry.pin_memory() if self.sites.is_cuda else entry, non_blocking=True)
+        return slot
 
     def holds(self, uid: AdapterUid) -> bool:
         return uid in self._places
@@ -147,7 +177,8 @@ class AdapterArena:
         if self.sites.is_cuda:
             freed = torch.cuda.Event()
             freed.record()
-        self._places[adapter.uid] = _Place(self._free_slots.pop(), blocks, placement, freed)
+        entry = self._entry(placement, blocks)
+        self._places[adapter.uid] = _Place(self._free_slots.pop(), blocks, placement, entry, freed)
 
     def fill(self, adapter: HostAdapter) -> None:
         """Returns when steps may use the weights. May run on a thread of its own."""
@@ -171,6 +202,8 @@ class AdapterArena:
         if place is not None:
             self._free_slots.append(place.slot)
             self._free_blocks += place.blocks
+            for key in [key for key in self._composed if uid in uids_of(key)]:
+                self._free_composed.append(self._composed.pop(key))
             if self._clear is not None:  # behind all steps that may read them, and before the next copy into them
                 self._clear(torch.tensor(place.blocks, device=self.sites.device))
 
@@ -187,14 +220,16 @@ class AdapterArena:
                 if behind is not None:
                     behind.synchronize()
                 behind = event
-        entry = torch.zeros(self.sites.shape[0], self.sites.shape[2], dtype=torch.int64)
-        if self.sites.is_cuda:
-            entry = entry.pin_memory()
-        ranks, chunks = place.placement.ranks, place.placement.chunks
-        entry.numpy()[ranks[:, 0], ranks[:, 1]] = ranks[:, 2]
-        blocks = np.array(place.blocks, dtype=np.int64)
-        entry.numpy()[chunks[:, 0], chunks[:, 1]] = blocks[chunks[:, 2]] * self.block_elements + chunks[:, 3]
-        self.sites[:, place.slot].copy_(entry, non_blocking=True)
+        entry = torch.from_numpy(place.entry)
+        self.sites[:, place.slot].copy_(entry.pin_memory() if self.sites.is_cuda else entry, non_blocking=True)
+
+    def _entry(self, placement: Placement, blocks: Sequence[int]) -> np.ndarray:
+        entry = np.zeros((self.sites.shape[0], self.sites.shape[2]), dtype=np.int64)
+        words, chunks = placement.words, placement.chunks
+        entry[words[:, 0], words[:, 1]] = words[:, 2]
+        places = np.array(blocks, dtype=np.int64)
+        entry[chunks[:, 0], chunks[:, 1]] = places[chunks[:, 2]] * self.block_elements + chunks[:, 3]
+        return entry
 
     def _placement(self, adapter: HostAdapter) -> Placement:
         with self._lock:

@@ -114,6 +114,7 @@ class DeviceModelRunner:
             self._layout.stride_block,
             range(num_kv_blocks, cache.num_blocks),
             num_slots=limits.adapter_slots,
+            num_composed=2 * limits.max_sequences,
             num_sites=len(loaded.sites),
             max_rank=limits.max_rank,
             clear=cache.clear_blocks if cache.marks_free else None,

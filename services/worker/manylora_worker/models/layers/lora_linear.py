@@ -87,11 +87,17 @@ class FusedMember(nn.Module):
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows [first_row, last_row) of one adapter."""
+    """Rows [first_row, last_row) of one adapter, or of several: then `adapter` is the first, with weight `weight`."""
 
     first_row: int
     last_row: int
     adapter: DeviceAdapter
+    weight: float = 1.0
+    others: Sequence[tuple[DeviceAdapter, float]] = ()
+
+    @property
+    def is_composed(self) -> bool:
+        return self.weight != 1.0 or bool(self.others)
 
 
 class SegmentedLora:
@@ -99,12 +105,13 @@ class SegmentedLora:
 
     def __init__(self, segments: Sequence[Segment], num_rows: int) -> None:
         self._sizes: list[int] = []  # all rows cut into runs, those without an adapter included
-        self._adapters: list[tuple[int, DeviceAdapter]] = []  # (run, its adapter)
+        self._adapters: list[tuple[int, DeviceAdapter, float]] = []  # (run, an adapter of it, its weight)
         end = 0
         for segment in segments:
             if segment.first_row > end:
                 self._sizes.append(segment.first_row - end)
-            self._adapters.append((len(self._sizes), segment.adapter))
+            self._adapters.append((len(self._sizes), segment.adapter, segment.weight))
+            self._adapters += [(len(self._sizes), adapter, weight) for adapter, weight in segment.others]
             self._sizes.append(segment.last_row - segment.first_row)
             end = segment.last_row
         if end < num_rows:
@@ -114,7 +121,7 @@ class SegmentedLora:
         # Called for every site of every step, so views are made by the handful: slicing costs as much as a product.
         parts = inputs.split_with_sizes(self._sizes)
         targets: list[Sequence[Tensor] | None] = [None] * len(site.slots)
-        for i, adapter in self._adapters:
+        for i, adapter, weight in self._adapters:
             weights = adapter.sites.get(site.index)
             if weights is None:
                 continue
@@ -126,7 +133,7 @@ class SegmentedLora:
                     slot = site.slots[part.slot]
                     target = outputs[:, slot.start : slot.stop].split_with_sizes(self._sizes)
                     targets[part.slot] = target
-                target[i].addmm_(low_rank, part.b)
+                target[i].addmm_(low_rank, part.b, alpha=weight)
 
 
 @dataclass(frozen=True)
@@ -224,15 +231,16 @@ class LoraPlanner:
         self._losses: dict[tuple[AdapterUid, ...], float] = {}
 
     def plan(self, segments: Sequence[Segment], num_rows: int, device: torch.device) -> LoraBatch | None:
-        """segments: in order of rows, one an adapter; rows of [0, num_rows) in none have no adapter."""
+        """segments: in order of rows, one an adapter or composition; rows of [0, num_rows) in none have no adapter."""
         if not segments:
             return None
         by_shape: dict[Hashable, list[Segment]] = {}
+        alone: list[Segment] = []
         for segment in segments:
-            by_shape.setdefault(segment.adapter.shape, []).append(segment)
+            of_its_kind = alone if segment.is_composed else by_shape.setdefault(segment.adapter.shape, [])
+            of_its_kind.append(segment)
         losses: dict[tuple[AdapterUid, ...], float] = {}
         parts: list[LoraBatch] = []
-        alone: list[Segment] = []
         for alike in by_shape.values():
             stack = self._stack_for(alike, losses)
             if stack is None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from manylora_shared.ids import AdapterUid
+from manylora_shared.ids import AdapterKey
 
 from manylora_worker.kinds.api import Sampling, SequenceChunk, StepBatch
 
@@ -20,7 +20,7 @@ _KNOWN_SEQUENCES = 8192  # more than a step has
 class _Sequence(NamedTuple):
     """What does not change while a sequence keeps its id."""
 
-    adapter_uid: AdapterUid | None
+    adapter_uid: AdapterKey | None
     sampling: Sampling
     choice: int
     prompt_token_ids: Sequence[int]  # empty where no draw looks at it

@@ -7,10 +7,11 @@ StepBatch's order.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from manylora_shared.ids import AdapterUid
+from manylora_shared.composition import parts_of
+from manylora_shared.ids import AdapterKey, AdapterUid
 from torch import Tensor
 
 from manylora_worker.kinds.api import SequenceChunk, StepBatch
@@ -64,6 +65,7 @@ def build_inputs(
     decodes: list[DecodeRow] = []
     prefills: list[PrefillRows] = []
     segments: list[Segment] = []
+    segment_of: AdapterKey | None = None  # the last one's
     last_rows = [0] * len(batch.chunks)
     for i in order:
         chunk = batch.chunks[i]
@@ -79,11 +81,12 @@ def build_inputs(
         else:
             prefills.append(PrefillRows(first_row, first_row + count, start, table))
         if chunk.adapter_uid is not None:
-            adapter = adapters[chunk.adapter_uid]
-            if segments and segments[-1].adapter is adapter:
-                segments[-1] = Segment(segments[-1].first_row, first_row + count, adapter)
+            if chunk.adapter_uid == segment_of:
+                segments[-1] = replace(segments[-1], last_row=first_row + count)
             else:
-                segments.append(Segment(first_row, first_row + count, adapter))
+                segment_of = chunk.adapter_uid
+                (adapter, weight), *others = [(adapters[uid], weight) for uid, weight in parts_of(segment_of)]
+                segments.append(Segment(first_row, first_row + count, adapter, weight, others))
         last_rows[i] = first_row + count - 1
     sampling = [i for i, chunk in enumerate(batch.chunks) if chunk.samples]
     num_rows = len(token_ids)

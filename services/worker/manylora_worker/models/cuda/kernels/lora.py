@@ -10,15 +10,19 @@ Source: grouped products over adapter segments, Punica (Chen et al., 2023), S-Lo
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import triton
 import triton.language as tl
+from manylora_shared.composition import RANKS_AT_ONCE
 from torch import Tensor
 
 TILE_FIELDS = 4
-CHUNK_RANKS = 16
+CHUNK_RANKS = RANKS_AT_ONCE
 CHUNK_ALIGNMENT = 8  # elements: 16 bytes, one load of a thread
 TILE_ROWS = 16
 MAX_SLOTS = 3  # linear layers in one fused site
@@ -39,9 +43,13 @@ def num_chunks(rank: int) -> int:
 #                                          0..2              rank of each linear layer ("slot") of the site; 0: none
 #                                          4 + s * C + c     offset of A's chunk c of slot s
 #                                          4 + (3 + s) C + c offset of B's chunk c of slot s
+#                                          4 + (6 + s) C + c ranks that stand in both chunks c, and in the upper half
+#                                                            the float32 by which what A makes of a row is multiplied
+#                                          A composition's chunks are its parts', one after the other: its rank counts
+#                                          16 for each, and what stands in `low_rank` for absent ones is zero.
 #     low_rank      float32 [splits, rows, 3 * C * CHUNK_RANKS]
 def site_fields(chunks: int) -> int:
-    return _FIRST_OFFSET + 2 * MAX_SLOTS * chunks
+    return _FIRST_OFFSET + 3 * MAX_SLOTS * chunks
 
 
 def a_field(slot: int, chunk: int, chunks: int) -> int:
@@ -50,6 +58,40 @@ def a_field(slot: int, chunk: int, chunks: int) -> int:
 
 def b_field(slot: int, chunk: int, chunks: int) -> int:
     return _FIRST_OFFSET + (MAX_SLOTS + slot) * chunks + chunk
+
+
+def part_field(slot: int, chunk: int, chunks: int) -> int:
+    return _FIRST_OFFSET + (2 * MAX_SLOTS + slot) * chunks + chunk
+
+
+def part_word(ranks: int, weight: float = 1.0) -> int:
+    return struct.unpack("<q", struct.pack("<if", ranks, weight))[0]  # type: ignore[no-any-return]
+
+
+def compose_entries(parts: Sequence[tuple[np.ndarray, float]], entry: np.ndarray) -> None:
+    """parts: entries of adapters [sites, fields], and their weights. entry: zeros, to be filled.
+
+    Raises:
+        ValueError: it has not enough chunks.
+    """
+    chunks = (entry.shape[1] - _FIRST_OFFSET) // (3 * MAX_SLOTS)
+    sites = np.arange(entry.shape[0])
+    for slot in range(MAX_SLOTS):
+        used = np.zeros(entry.shape[0], dtype=np.int64)
+        for part, weight in parts:
+            bits = struct.unpack("<i", struct.pack("<f", weight))[0]
+            own = -(-part[:, slot] // CHUNK_RANKS)
+            if (used + own).max(initial=0) > chunks:
+                raise ValueError(f"the adapters' ranks are together more than {chunks * CHUNK_RANKS}")
+            for chunk in range(own.max(initial=0)):
+                at = sites[own > chunk]
+                to = used[at] + chunk
+                for field in (a_field, b_field):
+                    entry[at, field(slot, 0, chunks) + to] = part[at, field(slot, chunk, chunks)]
+                ranks = part[at, part_field(slot, chunk, chunks)] & 0xFFFFFFFF
+                entry[at, part_field(slot, 0, chunks) + to] = ranks | bits << 32
+            used += own
+        entry[:, slot] = used * CHUNK_RANKS
 
 
 def low_rank_columns(chunks: int) -> int:
@@ -113,7 +155,7 @@ def load_program(
 def _load_b(weights_ptr, site, slot, chunk, columns, column_mask, slot_columns, CHUNKS: tl.constexpr):
     """[16, BLOCK_N]: one chunk of B; zero where the slot has no such ranks."""
     within = tl.arange(0, 16)
-    rank_mask = within < tl.load(site + slot).to(tl.int32) - chunk * 16
+    rank_mask = within < tl.load(site + 4 + (6 + slot) * CHUNKS + chunk).to(tl.int32)
     b_ptr = weights_ptr + tl.multiple_of(tl.load(site + 4 + (3 + slot) * CHUNKS + chunk), 8)
     return tl.load(
         b_ptr + within[:, None] * slot_columns + columns[None, :],
@@ -232,6 +274,11 @@ def expand_pair(
 
 
 @triton.jit
+def _weight(part):
+    return (part >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _shrink_rows_kernel(
     x_ptr,
     weights_ptr,
@@ -264,13 +311,15 @@ def _shrink_rows_kernel(
     if PDL and rank <= first_chunk * 16:
         tl.extra.cuda.gdc_wait()
     for chunk in range(first_chunk, tl.cdiv(rank, 16), STRIDES):
-        rank_mask = within < rank - chunk * 16
+        part = tl.load(site + 4 + (6 + slot) * CHUNKS + chunk)
+        rank_mask = within < part.to(tl.int32)
         a_ptr = weights_ptr + tl.multiple_of(tl.load(site + 4 + slot * CHUNKS + chunk), 8)
         a = tl.load(a_ptr + within[:, None] * K + ks[None, :], mask=rank_mask[:, None] & k_mask[None, :], other=0.0)
         if PDL:
             tl.extra.cuda.gdc_wait()
         x = tl.load(x_ptr + row.to(tl.int64) * stride_x + ks, mask=k_mask, other=0.0).to(tl.float32)
-        tl.store(out + chunk * 16 + within, tl.sum(a.to(tl.float32) * x[None, :], 1), mask=rank_mask)
+        s = tl.sum(a.to(tl.float32) * x[None, :], 1) * _weight(part)
+        tl.store(out + chunk * 16 + within, s, mask=within < rank - chunk * 16)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -310,7 +359,8 @@ def _shrink_tiles_kernel(
     if num_rows == 0:
         return
     for chunk in range(0, tl.cdiv(rank, 16)):
-        rank_mask = within < rank - chunk * 16
+        part = tl.load(site + 4 + (6 + slot) * CHUNKS + chunk)
+        rank_mask = within < part.to(tl.int32)
         a_rows = weights_ptr + tl.multiple_of(tl.load(site + 4 + slot * CHUNKS + chunk), 8) + within[:, None] * K
         acc = tl.zeros((BLOCK_M, 16), tl.float32)
         for k in range(split * K_OF_SPLIT, split * K_OF_SPLIT + K_OF_SPLIT, BLOCK_K):
@@ -319,7 +369,8 @@ def _shrink_tiles_kernel(
             x = tl.load(x_rows + ks[None, :], mask=row_mask[:, None] & k_mask[None, :], other=0.0)
             a = tl.load(a_rows + ks[None, :], mask=rank_mask[:, None] & k_mask[None, :], other=0.0)
             acc = tl.dot(x, tl.trans(a), acc, input_precision="ieee")
-        tl.store(out + (chunk * 16 + within)[None, :], acc, mask=row_mask[:, None] & rank_mask[None, :])
+        there = within < rank - chunk * 16
+        tl.store(out + (chunk * 16 + within)[None, :], acc * _weight(part), mask=row_mask[:, None] & there[None, :])
 
 
 _K_OF_SPLIT = 1024

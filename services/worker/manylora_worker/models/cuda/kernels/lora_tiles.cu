@@ -26,6 +26,10 @@ constexpr int FIRST_OFFSET = 4, MAX_SLOTS = 3;  // of an adapter's entry in `sit
 __device__ __forceinline__ long a_offset(const long* site, int slot, int chunk) {
     return site[FIRST_OFFSET + slot * CHUNKS + chunk];
 }
+// Of a chunk: how many ranks stand in it, and the weight of what A makes (lora.py).
+__device__ __forceinline__ long part_of(const long* site, int slot, int chunk) {
+    return site[FIRST_OFFSET + (2 * MAX_SLOTS + slot) * CHUNKS + chunk];
+}
 __device__ __forceinline__ long b_offset(const long* site, int slot, int chunk) {
     return site[FIRST_OFFSET + (MAX_SLOTS + slot) * CHUNKS + chunk];
 }
@@ -83,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(32 * SHRINK_WARPS, 3)
             const int chunk = step / SHRINK_STEPS, input = first_input + step % SHRINK_STEPS * 64;
             const u8* from = weights + 2 * ((chunk ? a_offset(site, slot, chunk) : first_chunk) + input);
             const u32 to = shared_address(stages + step % SHRINK_STAGES * SHRINK_STAGE);
-            copy_block<16>(to, from, 2l * inputs, rank - chunk * 16, 2 * (inputs - input));
+            copy_block<16>(to, from, 2l * inputs, (int)part_of(site, slot, chunk), 2 * (inputs - input));
         };
         auto load_x = [&](int step) {
             if (step < chunks * SHRINK_STEPS) {
@@ -148,7 +152,8 @@ extern "C" __global__ void __launch_bounds__(32 * SHRINK_WARPS, 3)
 #pragma unroll
                 for (int w = 0; w < SHRINK_WARPS; w++) sum += sums_of_warps[(w * 16 + row) * 16 + of_rank];
                 const long to = (long)split * stride_split + (long)(tile.first_row + row) * stride_row;
-                low_rank[to + (slot * CHUNKS + chunk) * 16 + of_rank] = sum;
+                const float weight = __uint_as_float((u32)(part_of(site, slot, chunk) >> 32));
+                low_rank[to + (slot * CHUNKS + chunk) * 16 + of_rank] = sum * weight;
             }
             __syncthreads();
         }
@@ -260,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(32 * EXPAND_WARPS, 6)
             if (chunks && next.column < first_column + EXPAND_OUTPUTS) {
                 const u8* from = weights + 2 * ((next.chunk ? b_offset(site, slot, next.chunk) : first_chunk) + next.column);
                 const u32 to = shared_address(stages + next.step % EXPAND_STAGES * EXPAND_STAGE);
-                copy_block<16>(to, from, 2l * columns, rank - next.chunk * 16, 2 * (columns - next.column));
+                copy_block<16>(to, from, 2l * columns, (int)part_of(site, slot, next.chunk), 2 * (columns - next.column));
                 next.advance(chunks);
             }
             end_group_of_copies();
@@ -349,7 +354,8 @@ extern "C" __global__ void __launch_bounds__(32 * EXPAND_WARPS, 4)
                 for (int i = 0; i < 2; i++) {
                     const long offset = next.chunk ? b_offset(site, i ? up_slot : 0, next.chunk) : first_chunks[i];
                     const u8* from = weights + 2 * (offset + i * up_column + next.column);
-                    copy_block<16>(to + i * 16 * 128, from, 2l * slot_columns, ranks[i] - next.chunk * 16, left);
+                    const int there = (int)part_of(site, i ? up_slot : 0, next.chunk);
+                    copy_block<16>(to + i * 16 * 128, from, 2l * slot_columns, there, left);
                     if (next.chunk == 0)
                         copy_block<8>(
                             to + (32 + i * 8) * 128, own_rows + 2 * ((long)i * width + next.column), 4l * width,
