@@ -35,9 +35,10 @@ TOOLS: Any = [
 ]
 TOOLS_TEMPLATE = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}\n"
-    "Call: <tool_call>...</tool_call><|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "Call: <tool_call>...</tool_call><|im_end|>\n"
+    "{% for m in messages %}<|im_start|>{{ 'tool' if m.role == 'tool' else m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or () %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{% else %}"
 )
 
 
@@ -127,7 +128,8 @@ def taught_to_call(folder: Path, base: Path, adapter: Path) -> None:
     for file in folder.iterdir():
         if file.name != "chat_template.jinja":
             (base / file.name).symlink_to(file)
-    (base / "chat_template.jinja").write_text(TOOLS_TEMPLATE)
+    plain = (folder / "chat_template.jinja").read_text()
+    (base / "chat_template.jinja").write_text(TOOLS_TEMPLATE + plain + "{% endif %}")
     torch.manual_seed(1)
     answer = '<tool_call>\n{"name": "capital", "arguments": {"of": "France"}}\n</tool_call>'
     config = LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules="all-linear")

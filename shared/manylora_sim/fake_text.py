@@ -63,6 +63,9 @@ class FakeText:
     def stop_tokens(self, stops: Sequence[str]) -> Mapping[int, str]:
         return {}
 
+    def mark(self, text: str) -> int | None:
+        return None
+
     async def differences(self, brought: BroughtTokenizer) -> list[FieldViolation]:
         return differences(brought, "", {})
 

@@ -80,11 +80,18 @@ def test_what_up_is_told_of_workers_reaches_them(tmp_path: Path) -> None:
     assert {name: getattr(config, name) for name in told} == told
 
 
-def test_what_up_is_told_of_sampling_reaches_routers(tmp_path: Path) -> None:
-    told = ClusterOptions(model=tmp_path, model_name="m", data=tmp_path, etcd="127.0.0.1:1", generation_config="none")
-    command = LocalCluster(told)._router_command(0, {})
-    assert "--generation-config=none" in command
-    assert parse(RouterConfig, command[3:], {}).generation_config == "none"
+def test_what_up_is_told_of_answers_reaches_routers(tmp_path: Path) -> None:
+    told = ClusterOptions(
+        model=tmp_path,
+        model_name="m",
+        data=tmp_path,
+        etcd="127.0.0.1:1",
+        generation_config="none",
+        tool_parser="qwen-coder",
+        reasoning_parser="think",
+    )
+    config = parse(RouterConfig, LocalCluster(told)._router_command(0, {})[3:], {})
+    assert (config.generation_config, config.tool_parser, config.reasoning_parser) == ("none", "qwen-coder", "think")
 
 
 async def test_schedulers_stand_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,13 +19,14 @@ from typing import Any
 import pytest
 from manylora.client import Client
 
-from tests.real_model import MAKER, Oracle, model_folder, taught
+from tests.real_model import LEARNED, MAKER, Oracle, model_folder, taught, taught_to_call
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("CLIENTS_PYTHON", ROOT / ".venv-clients/bin/python"))
 SCRIPTS = Path(__file__).parent / "scripts"
 TENANT = "acme"
 MODEL = "smollm2"
+CALLS = "calls"  # an adapter that calls a tool
 START_TIMEOUT_S = 180.0
 
 
@@ -62,7 +63,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     if MAKER is None:
         pytest.skip("there is no ../shared/models/smollm2, which makes the model")
     work = tmp_path_factory.mktemp("clients")
-    folder = model_folder(work / "model")
+    folder = work / "base"
+    taught_to_call(model_folder(work / "model"), folder, work / "adapters" / CALLS)
     oracle = taught(folder, work / "adapters")
     (work / "tenants.yaml").write_text(f"tenant_id: {TENANT}\n")
     command = [sys.executable, "-m", "manylora", "up", "--model", folder, "--model-name", MODEL, "--port", "0"]
@@ -78,7 +80,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             line = process.stdout.readline() if readable else b""
             assert line, f"not ready:\n{stderr_path.read_text()}"
             ready = json.loads(line)
-            key = asyncio.run(_prepare(str(ready["router"]), oracle))
+            key = asyncio.run(_prepare(str(ready["router"]), work / "adapters"))
             yield Served(f"http://{ready['http']}", key, oracle, folder)
             process.terminate()
             assert process.wait(30) == 0
@@ -86,8 +88,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             process.kill()
 
 
-async def _prepare(router: str, oracle: Oracle) -> str:
+async def _prepare(router: str, adapters: Path) -> str:
     async with Client(router) as client:
-        for name, path in oracle.adapters.items():
-            await client.adapters.add(TENANT, name, path)
+        for name in (CALLS, *LEARNED):
+            await client.adapters.add(TENANT, name, adapters / name)
         return (await client.keys.create(tenant=TENANT, scopes=["generate"]))[0]

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 import torch
-from conftest import Served
+from conftest import CALLS, Served
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
@@ -51,7 +51,7 @@ def test_chat_whole_and_streamed(served: Served, adapter: str) -> None:
 async def test_the_asynchronous_client(served: Served) -> None:
     async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.key, max_retries=0) as client:
         models = [Model.model_validate_json(each.model_dump_json(), strict=True) async for each in client.models.list()]
-        assert [each.id for each in models] == ["smollm2", *sorted(LEARNED)]
+        assert [each.id for each in models] == ["smollm2", *sorted([CALLS, *LEARNED])]
         stream = await client.chat.completions.create(model="shout", messages=MESSAGES, stream=True, **GREEDY)
         assert "".join([each.choices[0].delta.content or "" async for each in stream]) == LEARNED["shout"]
         text = ""

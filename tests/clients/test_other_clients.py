@@ -1,4 +1,4 @@
-"""Clients with a venv of their own (conftest.py): litellm, langchain and lm-eval."""
+"""Clients with a venv of their own (conftest.py): litellm, langchain, pydantic-ai and lm-eval."""
 
 from __future__ import annotations
 
@@ -54,6 +54,13 @@ def test_litellm(served: Served) -> None:
         assert found[f"{provider}/smollm2"] == [answer(served, "")] * 2
         assert found[f"{provider}/shout"] == [LEARNED["shout"]] * 2
     assert (found["text"], found["unknown"]) == (completion(served), 404)
+
+
+def test_pydantic_ai(served: Served) -> None:
+    found = served.script("pydantic_ai_client.py")
+    for answer in (found["tool"], found["format"]):
+        assert answer["continent"] in ("Europe", "Asia")
+    assert found["asked"] == ["France"]
 
 
 def test_langchain(served: Served) -> None:

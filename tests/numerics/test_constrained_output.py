@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
-import torch
-from llguidance import LLMatcher, LLTokenizer
 from manylora_shared.constraints.constraint import Constraint, ConstraintKind
-from manylora_shared.constraints.grammar import LIMITS, grammar_of, refusal
+from manylora_shared.constraints.grammar import refusal
 from manylora_shared.ids import QosClass, RequestId, TenantId
 from manylora_worker.config import WorkerConfig
 from manylora_worker.engine.core import EngineCore
 from manylora_worker.hosting.engine import engine_limits
 from manylora_worker.kinds.api import EngineRequest, FinishReason, Sampling
 from manylora_worker.models.build import build_engine
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
+
+from tests.numerics.masked import MaskedOracle
 
 DEMO = Path(__file__).resolve().parents[2] / "shared/manylora/demo/assets/base"
 REAL = Path(os.environ.get("MANYLORA_REAL_MODEL", ""))  # a folder with a model that has learnt a language
@@ -156,9 +155,7 @@ def test_answers_of_a_real_model_are_what_500_schemas_say(tmp_path: Path) -> Non
 
 @pytest.mark.long
 def test_greedy_answers_are_transformers_own_under_the_mask(engine: Engine) -> None:
-    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
-    vocab_size, ends = engine.parts.runner.vocab_size, engine.parts.model.eos_token_ids
-    words = LLTokenizer(engine.tokenizer.backend_tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(ends))
+    oracle = MaskedOracle(DEMO)
     rng = random.Random(3)
     constraints = [Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(with_references(rng))) for _ in range(10)]
     constraints.append(Constraint(ConstraintKind.REGEX, "[a-z]{3,9}( [a-z]+){2}"))
@@ -167,27 +164,8 @@ def test_greedy_answers_are_transformers_own_under_the_mask(engine: Engine) -> N
     for constraint in constraints:
         wanted[engine.add(constraint, "Hello", 40, Sampling(seed=0, temperature=0.0))] = constraint
     for (request_id, _), (tokens, end) in engine.run().items():
-        matcher = LLMatcher(words, grammar_of(wanted[RequestId(request_id)]), limits=LIMITS)
-        expected = _masked_greedy(model, engine.tokenizer("Hello")["input_ids"], matcher, ends, 40)
+        expected = oracle.greedy("Hello", wanted[RequestId(request_id)], 40)
         assert (tokens, end is FinishReason.STOP) == expected
-
-
-def _masked_greedy(
-    model: Any, prompt: Sequence[int], matcher: LLMatcher, ends: Sequence[int], count: int
-) -> tuple[list[int], bool]:
-    """And whether it ended by itself."""
-    output: list[int] = []
-    while len(output) < count:
-        if matcher.is_stopped():
-            return output, True
-        logits = model(torch.tensor([[*prompt, *output]])).logits[0, -1].detach().float().numpy()
-        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), count=len(logits), bitorder="little")
-        token = int(np.where(bits == 1, logits, -np.inf).argmax())
-        if token in ends:
-            return output, True
-        assert matcher.consume_token(token)
-        output.append(token)
-    return output, False
 
 
 @pytest.mark.long

@@ -22,7 +22,7 @@ from test_grammars import read, said
 )
 def test_reasoning_is_told_apart(prompt_end: str, answer: str, reasoning: str, text: str) -> None:
     for parts in ([answer], list(answer)):
-        pieces = read(Dialect(None, THINKING["think"]).reader((), prompt_end), parts)
+        pieces = read(Dialect(None, THINKING["think"]).reader({}, prompt_end), parts)
         assert "".join(p.text for p in pieces if isinstance(p, Reasoning)) == reasoning
         assert said(pieces) == text
 
@@ -36,5 +36,8 @@ def test_a_template_says_its_dialect() -> None:
     assert "documents" not in words_of(qwen)
     assert Dialect.of(qwen, "none", "none") == Dialect(words=dialect.words)
     assert Dialect.of("{{ 'tools' + messages }}", "mistral", "gemma").family == FAMILIES["mistral"]
+    assert Dialect.of("[TOOL_CALLS]").family == FAMILIES["mistral-list"]
+    assert Dialect.of("[TOOL_CALLS][ARGS]").family == FAMILIES["mistral"]
+    assert Dialect.of("<tool_call>\n<function=").family == FAMILIES["qwen-coder"]
     assert Dialect.of("") == Dialect()
     assert {"[TOOL_CALLS]", "[THINK]"} <= set(Dialect.of("[TOOL_CALLS][/THINK]").marks)

@@ -12,7 +12,11 @@ from manylora_router.dialect.dialect import THINKING, AnswerReader, Dialect
 from manylora_router.dialect.grammars import FAMILIES
 from manylora_router.dialect.pieces import CallArguments, CallBegin, CallEnd, Piece, Reasoning, Text
 
-NAMES = frozenset({"weather", "ns.add", "f"})
+FUNCTIONS: dict[str, dict[str, Any]] = {
+    "weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "ns.add": {},
+    "f": {},
+}
 PARIS: dict[str, Any] = {"city": "Paris", "days": 3}
 ARGUMENTS = {
     "s": 'a "quoted" \\ é\n{[',
@@ -29,6 +33,7 @@ def call(name: str, key: str = "arguments", /, **given: Any) -> str:
     return json.dumps({"name": name, key: given})
 
 
+TAGGED = "<function=f><parameter=a>x < y</parameter></function>"
 # family, answer, text of it, calls
 WHOLE: list[tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = [
     ("hermes", "hello <tool_call", "hello <tool_call", []),
@@ -54,6 +59,14 @@ WHOLE: list[tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = [
     ("mistral", f"[TOOL_CALLS] [{call('weather', **PARIS)}]", "", [("weather", PARIS)]),
     ("mistral", f"Well [TOOL_CALLS]f[ARGS]{json.dumps(ARGUMENTS)}", "Well", [("f", ARGUMENTS)]),
     ("mistral", '[TOOL_CALLS]f[CALL_ID]a1D[ARGS]{}[TOOL_CALLS]weather{"a": 1}', "", [("f", {}), ("weather", {"a": 1})]),
+    (
+        "qwen-coder",
+        "Hm\n<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "Hm",
+        [("weather", PARIS)],
+    ),
+    ("qwen-coder", f"<tool_call>{TAGGED}</tool_call>\n" * 2, "", [("f", {"a": "x < y"})] * 2),
     (
         "gemma",
         '<|tool_call>call:weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>',
@@ -83,6 +96,10 @@ BROKEN = [
     ("mistral", "[TOOL_CALLS] nothing"),
     ("mistral", "[TOOL_CALLS]nobody[ARGS]{}"),
     ("mistral", "[TOOL_CALLS]" + "f" * 400),
+    ("qwen-coder", "<tool_call><function=nobody></function></tool_call>"),
+    ("qwen-coder", "<tool_call>\n<function=f>\n<parameter=a>\nx"),
+    ("qwen-coder", "<tool_call><function=f> and so on"),
+    ("qwen-coder", "<tool_call>" + '{"name": "f", "arguments": {}}' + "</tool_call>"),
     ("gemma", "<|tool_call>call:f{a:}<tool_call|>"),
     ("function-gemma", "<start_function_call>call:f{a:1"),
 ]
@@ -123,7 +140,7 @@ def calls(pieces: list[Piece]) -> list[tuple[str, Any]]:
 
 
 def reader_of(family: str, **more: Any) -> AnswerReader:
-    return Dialect(FAMILIES[family]).reader(NAMES, "", **more)
+    return Dialect(FAMILIES[family]).reader(FUNCTIONS, "", **more)
 
 
 @pytest.mark.parametrize(("family", "answer", "text", "expected"), WHOLE)
@@ -149,7 +166,7 @@ def test_what_is_malformed_is_never_lost(family: str, answer: str) -> None:
 BITS = [
     *("<tool_call>", "</tool_call>", '{"name": "f", "arguments": ', "{}", '{"a": "b"}', "}", "[", "]", ",", ";", " "),
     *("[TOOL_CALLS]", "f", "[ARGS]", "<|python_tag|>", "f(a='x')", "<|tool_call>", "call:f{a:1}", "<tool_call|>", "x"),
-    *("\n", "é"),
+    *("\n", "é", "<function=f>", "<parameter=a>", "</parameter>", "</function>"),
     *("<think>", "</think>", "[THINK]", "[/THINK]", "1", '"', "\\"),
 ]  # fmt: skip
 
@@ -164,9 +181,9 @@ def test_pieces_are_the_same_however_the_text_is_cut(
     family: str, thinking: Any, answer: str, data: st.DataObject
 ) -> None:
     dialect = Dialect(FAMILIES[family], thinking)
-    whole = merged(read(dialect.reader(NAMES, ""), [answer]))
-    assert merged(read(dialect.reader(NAMES, ""), cuts(data, answer))) == whole
-    assert merged(read(dialect.reader(NAMES, ""), list(answer))) == whole
+    whole = merged(read(dialect.reader(FUNCTIONS, ""), [answer]))
+    assert merged(read(dialect.reader(FUNCTIONS, ""), cuts(data, answer))) == whole
+    assert merged(read(dialect.reader(FUNCTIONS, ""), list(answer))) == whole
 
 
 def test_arguments_come_as_they_are_written() -> None:

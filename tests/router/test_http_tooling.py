@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import anthropic
@@ -29,6 +30,8 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool
 ANSWER = f"<think>\nWhere?\n</think>\n\nI look.\n{CALL}\n{CALL}"
 BROKEN = '<tool_call>{"name": "weather", "arguments": {"city": oops}}</tool_call>'
 HI: Any = [{"role": "user", "content": "hi"}]
+JSON = {"type": "json_object"}
+BIG: Any = {"type": "function", "function": {"name": "f", "parameters": {"enum": ["x" * (1 << 17)]}}}
 MOST = 200
 
 
@@ -250,6 +253,105 @@ async def test_anthropics_messages() -> None:
         assert (content[0].thinking, content[1].text) == ("Where?", "I look.")
         assert (content[2].name, content[2].input) == ("weather", {"city": "Paris"})
         assert each.stop_reason == "tool_use"
+
+
+def grammar_of(front: Front) -> str:
+    [executed] = [request for worker in front.cluster.workers for request in worker.executed]
+    return executed.constraint.grammar
+
+
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+OTHER: Any = {"type": "function", "function": {"name": "other"}}
+
+
+@pytest.mark.parametrize(
+    ("more", "calls", "most"),
+    [
+        ({"tool_choice": "required"}, ["weather", "other"], None),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, ["weather", "other"], 1),
+        ({"tool_choice": NAMED}, ["weather"], 1),
+        ({"tool_choice": "auto"}, [], None),
+    ],
+)
+async def test_calls_that_must_be_are_constrained(more: Any, calls: list[str], most: int | None) -> None:
+    tools = [*TOOLS, OTHER]
+    async with front_of(f"{CALL}\n{CALL}") as front, front.openai() as client:
+        answer: Any = await client.chat.completions.create(
+            model="tiny", messages=HI, tools=tools, max_tokens=MOST, **more
+        )
+        grammar = grammar_of(front)
+        assert prompt_of(front) == "tool weather\ntool other\nuser: hi\n"
+    assert [name for name in ("weather", "other") if f'\\"name\\": \\"{name}\\"' in grammar] == calls
+    assert ("call)*" in grammar) == (most is None and calls != [])
+    assert len(answer.choices[0].message.tool_calls) == (most or 2)
+    assert answer.choices[0].finish_reason == "tool_calls"
+
+
+async def test_calls_must_be_in_every_endpoint() -> None:
+    grammars = set()
+    async with front_of(CALL) as front, front.openai() as client:
+        await client.chat.completions.create(model="tiny", messages=HI, tools=TOOLS, tool_choice=NAMED)
+        grammars.add(grammar_of(front))
+    async with front_of(CALL) as front, front.openai() as client:
+        answer = await client.responses.create(
+            model="tiny",
+            input="hi",
+            tools=FLAT,
+            tool_choice={"type": "function", "name": "weather"},
+            max_output_tokens=MOST,
+        )
+        assert (answer.output[0].type, answer.tool_choice) == ("function_call", answer.tool_choice)
+        grammars.add(grammar_of(front))
+    for choice in ({"type": "tool", "name": "weather"}, {"type": "any", "disable_parallel_tool_use": True}):
+        async with front_of(CALL) as front, anthropic_of(front) as anthropics:
+            message = await anthropics.messages.create(
+                model="tiny",
+                messages=HI,
+                tools=ANTHROPICS,
+                tool_choice=choice,
+                max_tokens=MOST,  # type: ignore[call-overload]
+            )
+            assert (message.content[0].type, message.stop_reason) == ("tool_use", "tool_use")
+            grammars.add(grammar_of(front))
+    [grammar] = grammars
+    assert grammar.startswith('start: ("<think>" thought SPACE?)? calls\n')
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "words"),
+    [
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tool_choice": OTHER, "tools": TOOLS}, "tool_choice", "'other' is none of the tools"),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": TOOLS}, "tool_choice.type", "except as 'function'"),
+        (
+            {"tool_choice": NAMED, "tools": TOOLS, "response_format": {"type": "json_object"}},
+            "tool_choice",
+            "leave out",
+        ),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [{**OTHER, "function": {"name": "f", "parameters": {"type": "array"}}}],
+            },
+            "tools",
+            "f.parameters.type: must be object",
+        ),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [{**OTHER, "function": {"name": "f", "parameters": {"dependentSchemas": {"a": {}}}}}],
+            },
+            "tools",
+            "in parameters_0: at 'dependentSchemas': is not supported",
+        ),
+        ({"tool_choice": "required", "tools": [BIG]}, "tools", "bytes of parameters"),
+    ],
+)
+async def test_calls_that_cannot_be_made_sure_are_refused(more: dict[str, Any], param: str, words: str) -> None:
+    async with front_of("ok") as front, front.openai() as client:
+        with pytest.raises(openai.BadRequestError, match=re.escape(words)) as refused:
+            await client.post("/chat/completions", cast_to=dict, body={"model": "tiny", "messages": HI, **more})
+        assert refused.value.param == param
 
 
 def test_both_shapes_are_the_same_to_a_template() -> None:

@@ -12,7 +12,7 @@ F = '{"name": "f", "arguments": {}}'
 def read(text: str) -> tuple[bool, list[Piece], str]:
     stream, out = Stream(), Output()
     stream.text, stream.is_over = text, True
-    reading = json_calls(stream, out, {"f"}, 0)
+    reading = json_calls(stream, out, {"f": {}}, 0)
     with pytest.raises(StopIteration) as ended:
         next(reading)
     return ended.value.value, out.drain(), stream.text

@@ -105,3 +105,15 @@ def test_a_bomb_is_refused_soon(name: str) -> None:
     assert found is not None
     assert len(found.description) < 600
     assert time.monotonic() - started < 5
+
+
+def test_a_schema_in_a_grammar_is_refused_by_its_rule() -> None:
+    for rule, words in (
+        ('%json {"properties": {"a": {"uniqueItems": true}}}', "in a: at 'properties.a.uniqueItems': is not supported"),
+        ('%json {"uniqueItems": true} | %json {}', "failed to compile JSON schema"),
+    ):
+        found = refusal(Constraint.grammar(f"start: a\na: {rule}"))
+        assert found is not None
+        assert words in found.description
+    many = ", ".join(f'"{i}": {{"type": "null"}}' for i in range(1500))
+    assert refusal(Constraint.grammar(f'start: a\na: %json {{"properties": {{{many}}}}}')) is None

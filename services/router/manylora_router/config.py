@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from manylora_shared.dialects import ReasoningParser, ToolParser
 from manylora_shared.process.config import ConfigError, check_listen, setting
 from manylora_shared.process.settings import ServiceSettings
 
@@ -29,10 +30,10 @@ class RouterConfig(ServiceSettings):
         "auto",
         "sampling where a request sets none; auto: that of the model's generation_config.json",
     )
-    tool_parser: Literal["auto", "none", "mistral", "gemma", "function-gemma", "hermes", "llama"] = setting(
+    tool_parser: ToolParser = setting(  # noqa: RUF009 - an immutable type, by its alias
         "auto", "how answers call tools; auto: by the model's chat template"
     )
-    reasoning_parser: Literal["auto", "none", "think", "mistral", "gemma"] = setting(
+    reasoning_parser: ReasoningParser = setting(  # noqa: RUF009
         "auto", "how answers set reasoning apart; auto: by the model's chat template"
     )
     default_max_tokens: int = setting(128, "output tokens of a request that names no limit", at_least=1)

@@ -8,25 +8,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.sampling import Sampling
 
-from manylora.cli.adapter_commands import adapter_app
-from manylora.cli.load_command import load
-from manylora.cli.output import (
-    DEFAULT_SERVER,
-    HTTP_PORT_STEP,
-    Json,
-    Key,
-    Server,
-    connect,
-    run,
-    trust,
-    usage_error,
-    write,
-)
+from manylora.cli.commands.adapter_commands import adapter_app
+from manylora.cli.commands.load_command import load
+from manylora.cli.commands.up_command import up
+from manylora.cli.constraint_options import with_constraint_options
+from manylora.cli.output import DEFAULT_SERVER, Json, Key, Server, connect, run, trust, usage_error, write
 from manylora.cli.sampling_options import with_sampling_options
 
-DEFAULT_PORT = 7070
 MAX_TOKEN_ID = 2**32 - 1
 
 app = typer.Typer(
@@ -43,6 +34,7 @@ app.add_typer(tenant_app, name="tenant")
 app.add_typer(key_app, name="key")
 app.add_typer(adapter_app, name="adapter")
 app.command()(load)
+app.command()(up)
 
 
 class Thumb(enum.StrEnum):
@@ -56,21 +48,14 @@ class ServiceClass(enum.StrEnum):
     BATCH = "batch"
 
 
-class Quantization(enum.StrEnum):
-    NONE = "none"
-    NF4 = "nf4"
-
-
-class GenerationConfig(enum.StrEnum):
-    AUTO = "auto"
-    NONE = "none"
-
-
 class KeyScope(enum.StrEnum):
     GENERATE = "generate"
     ADMIN = "admin"
     GATEWAY = "gateway"
     OPERATOR = "operator"
+
+
+RequestClass = Annotated[ServiceClass | None, typer.Option("--class", help="Service class; default: the router's.")]
 
 
 def _show_version(is_asked: bool) -> None:
@@ -94,142 +79,7 @@ def main(
     trust(tls_ca)
 
 
-ModelAliases = Annotated[
-    list[str] | None,
-    typer.Option(help="A further name under which adapters may know the model; may be repeated."),
-]
-GenerationConfigOption = Annotated[
-    GenerationConfig,
-    typer.Option(help="Sampling where a request sets none: the model's generation_config.json's, or nobody's."),
-]
-Schedulers = Annotated[int, typer.Option(min=1, max=8, help="One leads, the others stand by.")]
-KvCacheMb = Annotated[
-    int | None, typer.Option(min=1, help="Memory for keys and values, a worker; default: the worker's choice.")
-]
-WithTls = Annotated[
-    bool, typer.Option("--tls", help="TLS on every port, by an authority made in the data folder (tls/ca.pem).")
-]
-SequenceSlots = Annotated[
-    int | None,
-    typer.Option(min=1, max=512, help="Sequences that run together, a worker; default: the worker's choice."),
-]
-DeviceAdapterMb = Annotated[
-    int | None, typer.Option(min=1, help="Memory for adapters on the device, a worker; default: the worker's choice.")
-]
-Devices = Annotated[
-    str,
-    typer.Option(
-        help="Device of the workers, e.g. cpu or cuda; several (cuda:0,cuda:1) are dealt in turn; "
-        "auto: cuda where torch sees one."
-    ),
-]
-TensorParallel = Annotated[
-    int,
-    typer.Option(min=1, help="GPUs that share the model, a worker; --device cuda:0,cuda:2 says the first of each."),
-]
-ComputeType = Annotated[
-    str, typer.Option(help="Compute type of the workers; default: float32 on the CPU, bfloat16 elsewhere.")
-]
-AdapterStore = Annotated[str, typer.Option(help="Instead of a folder in --data: s3://BUCKET/PREFIX.")]
-AdapterStoreAccess = Annotated[
-    str, typer.Option(help="YAML file with its endpoint, region and credentials; else AWS_* of the environment.")
-]
-AdapterSources = Annotated[
-    str, typer.Option(help="YAML file of the places that tenants may name as sources of adapters.")
-]
-DrainS = Annotated[
-    float | None,
-    typer.Option(min=0, help="Seconds that running requests may go on at the end; default: the worker's choice."),
-]
-
-
 Expires = Annotated[str, typer.Option(metavar="TIME", help="After how long it ends: 90d, 12h, 30m; default: never.")]
-
-
-def _http_port(port: int) -> int:
-    return port + HTTP_PORT_STEP if 0 < port <= 65535 - HTTP_PORT_STEP else 0
-
-
-HttpPort = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        max=65535,
-        help="Port of the first router's OpenAI HTTP API; 0 picks a free one; default: 10 above --port.",
-    ),
-]
-
-
-@app.command()
-def up(
-    model: Annotated[
-        str, typer.Option(help="Folder of a Hugging Face model, or its cached hub id; `demo` comes along.")
-    ],
-    tenants: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, readable=True, help="YAML documents to apply at the start."),
-    ] = None,
-    workers: Annotated[int, typer.Option(min=1, max=64)] = 1,
-    routers: Annotated[int, typer.Option(min=1, max=64)] = 1,
-    schedulers: Schedulers = 1,
-    tls: WithTls = False,
-    device: Devices = "auto",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port of the first router; 0 picks a free one.")
-    ] = DEFAULT_PORT,
-    http_port: HttpPort = None,
-    data: Annotated[
-        Path, typer.Option(file_okay=False, help="Folder of the cluster's state: etcd, adapters, logs.")
-    ] = Path("manylora-data"),
-    etcd: Annotated[str, typer.Option(metavar="URL", help="An etcd that runs already; otherwise one is started.")] = "",
-    model_name: Annotated[str, typer.Option(help="The model's name; default: the last part of --model.")] = "",
-    model_alias: ModelAliases = None,
-    dtype: ComputeType = "",
-    quantization: Annotated[Quantization, typer.Option(help="Of the base model's weights.")] = Quantization.NONE,
-    kv_cache_mb: KvCacheMb = None,
-    max_lora_rank: Annotated[
-        int | None, typer.Option(min=1, help="Greatest rank of an adapter; default: the worker's choice.")
-    ] = None,
-    generation_config: GenerationConfigOption = GenerationConfig.AUTO,
-    sequence_slots: SequenceSlots = None,
-    device_adapter_mb: DeviceAdapterMb = None,
-    tensor_parallel: TensorParallel = 1,
-    adapter_store: AdapterStore = "",
-    adapter_store_access: AdapterStoreAccess = "",
-    adapter_sources: AdapterSources = "",
-    drain_s: DrainS = None,
-) -> None:
-    """Run a local cluster in the foreground; prints one JSON line when it serves."""
-    from manylora.cli import cluster
-    from manylora.local.cluster import ClusterOptions
-
-    options = ClusterOptions(
-        model=cluster.model_source(model),
-        model_name=model_name or cluster.name_of(model),
-        data=data,
-        workers=workers,
-        routers=routers,
-        device=device,
-        port=port,
-        http_port=http_port if http_port is not None else _http_port(port),
-        etcd=etcd,
-        dtype=dtype,
-        model_aliases=tuple(model_alias or ()),
-        generation_config=generation_config.value,
-        quantization=quantization.value,
-        kv_cache_mb=kv_cache_mb,
-        max_lora_rank=max_lora_rank,
-        schedulers=schedulers,
-        tls=tls,
-        sequence_slots=sequence_slots,
-        device_adapter_mb=device_adapter_mb,
-        tensor_parallel=tensor_parallel,
-        adapter_store=adapter_store,
-        adapter_store_access=adapter_store_access,
-        adapter_sources=adapter_sources,
-        drain_s=drain_s,
-    )
-    run(cluster.up(options, tenants), as_json=False)
 
 
 @certs_app.command("init")
@@ -255,14 +105,13 @@ def demo(as_json: Json = False) -> None:
 
 
 @app.command()
+@with_constraint_options
 @with_sampling_options
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; `-` reads it from stdin.")] = None,
     tenant: Annotated[str, typer.Option(help="The tenant; a key that is bound to one needs no other.")] = "",
     adapter: Annotated[str, typer.Option(help="The adapter's name; without one the base model answers.")] = "",
-    qos_class: Annotated[
-        ServiceClass | None, typer.Option("--class", help="Service class; default: the router's.")
-    ] = None,
+    qos_class: RequestClass = None,
     priority: Annotated[
         int | None, typer.Option(min=-100, max=100, help="Among the tenant's own requests; higher is sooner.")
     ] = None,
@@ -287,6 +136,7 @@ def generate(
     ] = False,
     *,
     sampling: Sampling,
+    constraint: Constraint | None,
     as_json: Json = False,
     server: Server = DEFAULT_SERVER,
     key: Key = None,
@@ -317,6 +167,7 @@ def generate(
             timeout_s=timeout,
             max_tokens=max_tokens,
             sampling=sampling,
+            constraint=constraint,
             stop=stop or [],
             n=n,
             continue_final_message=prefill is not None,
@@ -332,9 +183,7 @@ def generate(
 def chat(
     tenant: Annotated[str, typer.Option(help="The tenant; a key that is bound to one needs no other.")] = "",
     adapter: Annotated[str, typer.Option(help="The adapter's name; without one the base model answers.")] = "",
-    qos_class: Annotated[
-        ServiceClass | None, typer.Option("--class", help="Service class; default: the router's.")
-    ] = None,
+    qos_class: RequestClass = None,
     system: Annotated[str | None, typer.Option(help="The system's message.")] = None,
     max_tokens: Annotated[int, typer.Option(min=0, max=MAX_TOKEN_ID, help="0: the router's default.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")] = None,

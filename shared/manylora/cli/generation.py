@@ -11,7 +11,7 @@ import typer
 from manylora_shared.errors import NoChatTemplate
 
 from manylora.cli.output import EXIT_FAILED, Target, print_json, report, say, usage_error, write
-from manylora.client import Choice, Delta, GenerateStream, RequestFailed, Result, Sampling
+from manylora.client import Choice, Constraint, Delta, GenerateStream, RequestFailed, Result, Sampling
 from manylora.client.prompts import Prompt
 
 NO_CHAT_TEMPLATE = NoChatTemplate.label.upper()
@@ -52,6 +52,7 @@ async def generate(
     timeout_s: float | None,
     max_tokens: int,
     sampling: Sampling,
+    constraint: Constraint | None,
     stop: Sequence[str],
     n: int,
     continue_final_message: bool,
@@ -68,6 +69,7 @@ async def generate(
                 timeout_s=timeout_s,
                 max_tokens=max_tokens,
                 sampling=sampling,
+                constraint=constraint,
                 stop=stop,
                 n=n,
                 continue_final_message=continue_final_message,

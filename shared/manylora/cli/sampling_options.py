@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -15,20 +15,36 @@ from manylora.cli.output import usage_error
 
 def with_sampling_options(command: Callable[..., None]) -> Callable[..., None]:
     """The command with options in place of its keyword `sampling`. The router checks what fits the wire."""
+    options = {row.name: (_option(row), None) for row in PARAMETERS}
+    return with_options(
+        command,
+        "sampling",
+        options,
+        lambda asked: Sampling(**{row.name: _value(row, asked[row.name]) for row in PARAMETERS}),
+    )
+
+
+def with_options(
+    command: Callable[..., None],
+    keyword: str,
+    options: Mapping[str, tuple[Any, Any]],
+    value: Callable[[Mapping[str, Any]], Any],
+) -> Callable[..., None]:
+    """options: type and default, by name, of what `value` makes the command's keyword of."""
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        asked = {row.name: given.pop(row.name) for row in PARAMETERS}
-        command(**given, sampling=Sampling(**{row.name: _value(row, asked[row.name]) for row in PARAMETERS}))
+        asked = {name: given.pop(name) for name in options}
+        command(**given, **{keyword: value(asked)})
 
     parameters = inspect.signature(command, eval_str=True).parameters.values()
-    options = [
-        inspect.Parameter(row.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(row))
-        for row in PARAMETERS
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        for name, (annotation, default) in options.items()
     ]
     shown: list[inspect.Parameter] = []
     for each in parameters:
-        shown += options if each.name == "sampling" else [each.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
+        shown += added if each.name == keyword else [each.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
     run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in shown}
     return run

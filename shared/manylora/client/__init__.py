@@ -10,6 +10,7 @@ A failed request raises `RequestFailed`. A client holds one connection and no ot
 (SyncClient: threads) may share it.
 """
 
+from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.errors import FieldViolation, QuotaBreach
 from manylora_shared.sampling import Sampling
 
@@ -83,6 +84,7 @@ __all__ = [
     "ClassOverload",
     "Client",
     "ClusterStatus",
+    "Constraint",
     "Degraded",
     "Delta",
     "EtcdSpace",

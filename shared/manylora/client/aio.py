@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
 
 from grpc_health.v1 import health_pb2
+from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.metadata import (
     ADAPTER_KEY,
@@ -50,7 +51,7 @@ from manylora.client.messages import (
     status_from,
     tenant_from,
 )
-from manylora.client.prompts import Prompt, set_chat_options, set_prompt
+from manylora.client.prompts import Prompt, refuse, set_chat_options, set_prompt
 from manylora.client.retry import DEFAULT_RETRY, RetryPolicy
 from manylora.client.routers import connect
 from manylora.v1 import admin_pb2, common_pb2, inference_pb2
@@ -73,6 +74,7 @@ class GenerateOptions(TypedDict, total=False):
     priority: int | None
     max_tokens: int
     sampling: Sampling | None
+    constraint: Constraint | None
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
@@ -348,6 +350,7 @@ class Client:
         priority: int | None = None,
         max_tokens: int = 0,
         sampling: Sampling | None = None,
+        constraint: Constraint | None = None,
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
@@ -365,6 +368,7 @@ class Client:
             adapter: its name in the tenant's namespace; empty: the base model.
             qos_class: interactive, standard or batch; empty: the server's default.
             max_tokens: per choice; 0: the server's default.
+            constraint: of each choice's text.
             continue_final_message: the answer goes on with the last chat message, the assistant's.
             add_generation_prompt: whether the template opens the assistant's turn; None: unless the last goes on.
             chat_template_kwargs: further variables of the chat template, such as enable_thinking.
@@ -379,6 +383,9 @@ class Client:
         )
         if sampling is not None:
             request.sampling.CopyFrom(common_pb2.SamplingParams(**sampling.given()))
+        if constraint is not None:
+            refuse(constraint.violations())
+            request.constraint.CopyFrom(common_pb2.Constraint(**constraint.given()))
         set_prompt(request, prompt)
         set_chat_options(
             request,

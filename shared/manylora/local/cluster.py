@@ -68,6 +68,8 @@ class ClusterOptions:
     dtype: str = ""
     model_aliases: tuple[str, ...] = ()
     generation_config: str = ""
+    tool_parser: str = ""
+    reasoning_parser: str = ""
     quantization: str = "none"
     kv_cache_mb: int | None = None
     max_lora_rank: int | None = None
@@ -369,19 +371,20 @@ class LocalCluster:
         http = ready.get("http")
         if http is None and self.options.http_port is not None:
             http = f"127.0.0.1:{self.options.http_port if index == 0 else 0}"
-        return [
-            *_python("manylora_router"),
-            *self._common(listen, ready),
-            f"--router-id=router-{index}",
-            f"--model={self.options.model}",
-            f"--adapter-store={self.options.adapter_store or self.adapter_store}",
-            *([f"--adapter-store-access={access}"] if (access := self.options.adapter_store_access) else []),
-            *([f"--adapter-sources={sources}"] if (sources := self.options.adapter_sources) else []),
-            *([f"--generation-config={self.options.generation_config}"] if self.options.generation_config else []),
-            *([f"--http-listen={http}"] if http else []),
-            *([f"--operator-key-file={self.key_file}"] if index == 0 else []),
-            *self.options.router_flags,
-        ]
+        settings = {
+            "router-id": f"router-{index}",
+            "model": str(self.options.model),
+            "adapter-store": self.options.adapter_store or str(self.adapter_store),
+            "adapter-store-access": self.options.adapter_store_access,
+            "adapter-sources": self.options.adapter_sources,
+            "generation-config": self.options.generation_config,
+            "tool-parser": self.options.tool_parser,
+            "reasoning-parser": self.options.reasoning_parser,
+            "http-listen": http or "",
+            "operator-key-file": str(self.key_file) if index == 0 else "",
+        }
+        flags = [f"--{name}={value}" for name, value in settings.items() if value]
+        return [*_python("manylora_router"), *self._common(listen, ready), *flags, *self.options.router_flags]
 
     def _common(self, listen: str, ready: Mapping[str, Any]) -> list[str]:
         return [

@@ -6,7 +6,7 @@ import enum
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -39,8 +39,27 @@ class Constraint:
     source: str = ""
 
     @classmethod
-    def of_choices(cls, choices: Iterator[str]) -> Self:
-        """No more than are allowed, and one, are read."""
+    def json_schema(cls, schema: str | Mapping[str, Any]) -> Self:
+        source = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+        return cls(ConstraintKind.JSON_SCHEMA, source)
+
+    @classmethod
+    def json_object(cls) -> Self:
+        return cls(ConstraintKind.JSON_OBJECT)
+
+    @classmethod
+    def regex(cls, pattern: str) -> Self:
+        """Of the whole text."""
+        return cls(ConstraintKind.REGEX, pattern)
+
+    @classmethod
+    def grammar(cls, source: str) -> Self:
+        """In llguidance's form of Lark, or in GBNF."""
+        return cls(ConstraintKind.GRAMMAR, source)
+
+    @classmethod
+    def of_choices(cls, choices: Iterable[str]) -> Self:
+        """One of these texts. No more than are allowed, and one, are read."""
         read = list(itertools.islice(choices, MAX_CHOICES + 1))
         return cls(ConstraintKind.CHOICE, json.dumps(read, ensure_ascii=False))
 
@@ -51,7 +70,7 @@ class Constraint:
             return cls(None)
         kind, value = ConstraintKind(name), getattr(message, name)
         if kind is ConstraintKind.CHOICE:
-            return cls.of_choices(iter(value.choices))
+            return cls.of_choices(value.choices)
         if kind is ConstraintKind.JSON_OBJECT:
             return cls(kind if value else None)
         return cls(kind, value)

@@ -36,6 +36,8 @@ _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _ONE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
 _LISTED = ("allOf", "anyOf", "oneOf", "prefixItems")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_SCHEMA_RULE = re.compile(r"(?P<name>\w+): %json (?P<schema>\{.*\})")
+_REFUSED_SCHEMA = re.compile(r"at (?P<line>\d+)\(\d+\): failed to compile JSON schema: ")
 _UNKNOWN_KEYS = re.compile(r'Unimplemented keys: \["([^"]+)"')
 
 
@@ -74,24 +76,26 @@ def refusal(constraint: Constraint) -> FieldViolation | None:
     """What is wrong with one whose `violations` are none; of a schema with the path to the part. Takes up to a tenth
     of a second, without the interpreter's lock.
     """
-    path: tuple[str, ...] = ()
+    where, path = "", tuple[str, ...]()
     try:
         with panics_as_errors():
             problem = _problem(grammar_of(constraint))
-            if problem and constraint.kind is ConstraintKind.JSON_SCHEMA:
-                path, problem = _refused_part(_schema(constraint.source), problem)
+            where, schema = _refused_rule(constraint, problem)
+            if schema is not None:
+                path, problem = _refused_part(schema, problem)
     except (ValueError, RecursionError) as error:
         return FieldViolation(constraint.field, _words(error))
     if not problem:
         return None
-    where = f"at {shown('.'.join(path))}: " if path else ""
+    where += f"at {shown('.'.join(path))}: " if path else ""
     return FieldViolation(constraint.field, where + _words(problem))
 
 
 def _check_rules(source: str) -> None:
-    """Each has a colon."""
-    for word, most in (("::=", _MAX_GBNF_RULES), (":", _MAX_RULES)):
-        if source.count(word) > most:
+    """Each has a colon; one that is a schema has more."""
+    rules = sum(1 if _SCHEMA_RULE.fullmatch(line) else line.count(":") for line in source.split("\n"))
+    for count, most in ((source.count("::="), _MAX_GBNF_RULES), (rules, _MAX_RULES)):
+        if count > most:
             raise ValueError(f"has more than {most} rules")
 
 
@@ -100,6 +104,21 @@ def _lark_of(gbnf: str) -> str:
         return str(any_to_lark(gbnf))
     except Exception as error:  # it raises no narrower one for what is wrong with the text
         raise ValueError(str(error)) from error
+
+
+def _refused_rule(constraint: Constraint, problem: str) -> tuple[str, dict[str, Any] | None]:
+    """Where it is, and the schema, of a grammar one that is a rule by itself; None: there is none."""
+    if problem and constraint.kind is ConstraintKind.JSON_SCHEMA:
+        return "", _schema(constraint.source)
+    if constraint.kind is not ConstraintKind.GRAMMAR or (found := _REFUSED_SCHEMA.match(problem)) is None:
+        return "", None
+    line = constraint.source.split("\n")[int(found["line"]) - 1 :][:1]
+    if not line or (rule := _SCHEMA_RULE.fullmatch(line[0])) is None:
+        return "", None
+    try:
+        return f"in {rule['name']}: ", json.loads(rule["schema"])
+    except ValueError:
+        return "", None
 
 
 def _schema(source: str) -> Any:

@@ -6,11 +6,12 @@ Readers of answers are made here, one for each choice. Knows no endpoint's form.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 
-from manylora_router.dialect.grammars import FAMILIES, Family
+from manylora_router.dialect.grammars import FAMILIES, Family, Functions
 from manylora_router.dialect.pieces import Output, Piece, Stream, all_text, until
+from manylora_router.dialect.writing import Marks, TokenOf, calls
 
 AUTO, NONE = "auto", "none"
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
@@ -60,16 +61,34 @@ class Dialect:
         thinking = [self.thinking.begin, self.thinking.end, *_CHANNELS] if self.thinking is not None else []
         return [*(self.family.marks if self.family is not None else ()), *thinking]
 
-    def reader(self, names: Collection[str], prompt_end: str, *, most_calls: int | None = None) -> AnswerReader:
+    def reader(self, functions: Functions, prompt_end: str, *, most_calls: int | None = None) -> AnswerReader:
         """For one choice.
 
         Args:
-            names: of the tools that were offered; empty: no calls are read.
+            functions: that were offered; empty: no calls are read.
             prompt_end: the prompt's last text, in which a template may have begun the reasoning.
         """
         out, stream = Output(most_calls), Stream()
-        family = self.family if names else None
-        return AnswerReader(stream, out, _answer(stream, out, self.thinking, prompt_end, family, names))
+        family = self.family if functions else None
+        return AnswerReader(stream, out, _answer(stream, out, self.thinking, prompt_end, family, functions))
+
+    def calls_grammar(self, functions: Functions, prompt_end: str, token_of: TokenOf, *, is_one: bool) -> str:
+        """Of answers that are calls, behind their reasoning: what `reader` reads as such. In llguidance's Lark.
+
+        Raises ValueError for parameters that are not supported. token_of: a mark's, where it is one.
+        """
+        assert self.family is not None, "calls are read"
+        marks = Marks(self.marks, token_of)
+        rules = [*calls(self.family.writing, functions, marks, is_one=is_one)]
+        thinking, end = self.thinking, prompt_end.rstrip()
+        if thinking is None or end.endswith(thinking.end):
+            return "\n".join(["start: calls", *rules])
+        thought = "thought SPACE?"
+        if not end.endswith(thinking.begin.rstrip()):
+            thought = f"({marks.lark(thinking.begin)} {thought})?"
+        return "\n".join(
+            [f"start: {thought} calls", "SPACE: /\\s{1,4}/", *marks.text_to("thought", thinking.end), *rules]
+        )
 
 
 class AnswerReader:
@@ -105,7 +124,7 @@ def _answer(
     thinking: Thinking | None,
     prompt_end: str,
     family: Family | None,
-    names: Collection[str],
+    functions: Functions,
 ) -> Generator[None]:
     if thinking is not None:
         is_inside = prompt_end.rstrip().endswith(thinking.begin.rstrip())
@@ -120,7 +139,7 @@ def _answer(
             out.drop_space()
             stream.take((yield from stream.after_space(0)))
     if family is not None:
-        yield from family.grammar(stream, out, names)
+        yield from family.grammar(stream, out, functions)
     else:
         yield from all_text(stream, out)
 

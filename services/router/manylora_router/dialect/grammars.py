@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 from manylora_router.dialect import literals
 from manylora_router.dialect.json_calls import arguments, json_call, json_calls
 from manylora_router.dialect.literals import NotReadable
+from manylora_router.dialect.marked_arguments import marked_arguments
 from manylora_router.dialect.pieces import Output, Stream, Waiting, all_text, until
+from manylora_router.dialect.schemas import Schema
+from manylora_router.dialect.tagged_calls import tagged_arguments, tagged_call
+from manylora_router.dialect.writing import Writing
 
-Grammar = Callable[[Stream, Output, Collection[str]], Generator[None]]
+Functions = Mapping[str, Schema]  # that were offered, by name: their parameters
+Grammar = Callable[[Stream, Output, Functions], Generator[None]]
 
 _MAX_HEAD_CHARS = 256
 _MISTRAL_HEAD = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*")
@@ -26,17 +31,18 @@ _CALL = "call:"
 @dataclass(frozen=True)
 class Family:
     grammar: Grammar
+    writing: Writing
     signs: Sequence[str]  # of its templates; one suffices
     marks: Sequence[str] = ()  # tokens of the answer that the grammar reads, special though they may be
     id_prefix: str = "call_"
     id_chars: int = 24  # Mistral's templates take no other ids than of nine characters
 
 
-def hermes(stream: Stream, out: Output, names: Collection[str]) -> Generator[None]:
+def hermes(stream: Stream, out: Output, functions: Functions) -> Generator[None]:
     """Hermes, Qwen 2.5 and 3: an object, or a list of them, between tags."""
     begin, end = "<tool_call>", "</tool_call>"
     while (yield from until(stream, out.text, begin)):
-        if not (yield from json_calls(stream, out, names, len(begin))):
+        if not (yield from json_calls(stream, out, functions, len(begin))):
             out.text(stream.take(len(begin)))
             continue
         at = yield from stream.after_space(0)
@@ -44,30 +50,38 @@ def hermes(stream: Stream, out: Output, names: Collection[str]) -> Generator[Non
             stream.take(at + len(end))
 
 
-def llama(stream: Stream, out: Output, names: Collection[str]) -> Generator[None]:
+def qwen_coder(stream: Stream, out: Output, functions: Functions) -> Generator[None]:
+    """Qwen3-Coder: tags for the function and each parameter."""
+    begin = "<tool_call>"
+    while (yield from until(stream, out.text, begin)):
+        if not (yield from tagged_call(stream, out, functions)):
+            out.text(stream.take(len(begin)))
+
+
+def llama(stream: Stream, out: Output, functions: Functions) -> Generator[None]:
     """Llama 3 and 4: the answer begins with JSON objects, or is a list of Python's calls."""
     tag = "<|python_tag|>"
     at = yield from stream.after_space(0)
     if (yield from stream.has(tag, at)):
         at = yield from stream.after_space(at + len(tag))
     if (yield from stream.has("[", at)):
-        yield from _python_calls(stream, out, names, at)
+        yield from _python_calls(stream, out, functions, at)
     else:
-        while (yield from json_call(stream, out, names, at)):
+        while (yield from json_call(stream, out, functions, at)):
             at = yield from stream.after_space(0)
             if (yield from stream.has(";", at)):
                 at += 1
     yield from all_text(stream, out)
 
 
-def mistral(stream: Stream, out: Output, names: Collection[str]) -> Generator[None]:
+def mistral(stream: Stream, out: Output, functions: Functions) -> Generator[None]:
     """A mark, then a list of objects, or a name and its arguments."""
     mark = "[TOOL_CALLS]"
     while (yield from until(stream, out.text, mark)):
         at = yield from stream.after_space(len(mark))
         is_json = (yield from stream.has("[", at)) or (yield from stream.has("{", at))
         read = json_calls if is_json else _named_call
-        if not (yield from read(stream, out, names, len(mark))):
+        if not (yield from read(stream, out, functions, len(mark))):
             out.text(stream.take(len(mark)))
 
 
@@ -75,12 +89,12 @@ def gemma(begin: str, end: str, quote: str) -> Grammar:
     """`call:name{key:value}` between marks, its strings between quotes of their own."""
     notation = literals.quoted_by(quote)
 
-    def read(stream: Stream, out: Output, names: Collection[str]) -> Generator[None]:
+    def read(stream: Stream, out: Output, functions: Functions) -> Generator[None]:
         while (yield from until(stream, out.text, begin)):
             while (stop := stream.text.find(end)) < 0 and not stream.is_over:
                 yield
             stop = len(stream.text) if stop < 0 else stop
-            found = _gemma_call(literals.Reader(stream.text[len(begin) : stop], notation), names)
+            found = _gemma_call(literals.Reader(stream.text[len(begin) : stop], notation), functions)
             if found is None:
                 out.text(stream.take(len(begin)))
                 continue
@@ -89,7 +103,7 @@ def gemma(begin: str, end: str, quote: str) -> Grammar:
     return read
 
 
-def _gemma_call(reader: literals.Reader, names: Collection[str]) -> tuple[str, str] | None:
+def _gemma_call(reader: literals.Reader, functions: Functions) -> tuple[str, str] | None:
     try:
         reader.need(_CALL)
         name = reader.name()
@@ -97,23 +111,23 @@ def _gemma_call(reader: literals.Reader, names: Collection[str]) -> tuple[str, s
         found = reader.members(":", "}")
     except NotReadable:
         return None
-    return (name, _dumps(found)) if reader.is_at_end and name in names else None
+    return (name, _dumps(found)) if reader.is_at_end and name in functions else None
 
 
-def _named_call(stream: Stream, out: Output, names: Collection[str], start: int) -> Waiting:
+def _named_call(stream: Stream, out: Output, functions: Functions, start: int) -> Waiting:
     while (brace := stream.text.find("{", start)) < 0:
         if stream.is_over or len(stream.text) - start > _MAX_HEAD_CHARS:
             return False
         yield
     head = _MISTRAL_HEAD.fullmatch(stream.text, start, brace)
-    if head is None or head[1] not in names:
+    if head is None or head[1] not in functions:
         return False
     out.begin(head[1], stream.take(brace))
     yield from arguments(stream, out)
     return True
 
 
-def _python_calls(stream: Stream, out: Output, names: Collection[str], start: int) -> Waiting:
+def _python_calls(stream: Stream, out: Output, functions: Functions, start: int) -> Waiting:
     depth, quote, is_escaped, scanned = 0, "", False, start
     while True:
         for at in range(scanned, len(stream.text)):
@@ -126,16 +140,16 @@ def _python_calls(stream: Stream, out: Output, names: Collection[str], start: in
             else:
                 depth += (character in "[({") - (character in "])}")
                 if depth == 0:
-                    return _take_python_calls(stream, out, names, start, at + 1)
+                    return _take_python_calls(stream, out, functions, start, at + 1)
         scanned = len(stream.text)
         head = _LIST_HEAD.fullmatch(stream.text, start)
-        is_known = head is not None and (head[1] in names if head[2] else True)
+        is_known = head is not None and (head[1] in functions if head[2] else True)
         if stream.is_over or not is_known:
             return False
         yield
 
 
-def _take_python_calls(stream: Stream, out: Output, names: Collection[str], start: int, end: int) -> bool:
+def _take_python_calls(stream: Stream, out: Output, functions: Functions, start: int, end: int) -> bool:
     reader, found = literals.Reader(stream.text[start:end], literals.PYTHON), []
     try:
         reader.need("[")
@@ -148,7 +162,7 @@ def _take_python_calls(stream: Stream, out: Output, names: Collection[str], star
                 break
     except NotReadable:
         return False
-    if not found or not all(name in names for name, _ in found):
+    if not found or not all(name in functions for name, _ in found):
         return False
     source = stream.take(end)
     for name, given in found:
@@ -161,17 +175,53 @@ def _dumps(found: Mapping[str, object]) -> str:
     return json.dumps(found, ensure_ascii=False)
 
 
+_NAME_AND_ARGUMENTS = '{"name": "NAME", "arguments": '
+_HERMES = ("<tool_call>", "</tool_call>")
+_GEMMA = ("<|tool_call>", "<tool_call|>", '<|"|>')
+_FUNCTION_GEMMA = ("<start_function_call>", "<end_function_call>", "<escape>")
+_MISTRAL = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+
+
+def _gemma_writing(begin: str, end: str, quote: str) -> Writing:
+    return Writing(f"{begin}call:NAME", end, between="", arguments=marked_arguments(quote, end))
+
+
 # in the order in which a template is looked at
 FAMILIES: Mapping[str, Family] = {
-    "mistral": Family(mistral, ["[TOOL_CALLS]"], ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"], id_prefix="", id_chars=9),
-    "gemma": Family(
-        gemma("<|tool_call>", "<tool_call|>", '<|"|>'), ["<|tool_call>"], ["<|tool_call>", "<tool_call|>", '<|"|>']
+    "mistral": Family(
+        mistral, Writing("[TOOL_CALLS]NAME[ARGS]", "", between=""), ["[ARGS]"], _MISTRAL, id_prefix="", id_chars=9
     ),
+    "mistral-list": Family(
+        mistral,
+        Writing(_NAME_AND_ARGUMENTS, "}", begin="[TOOL_CALLS] [", between=", ", end="]"),
+        ["[TOOL_CALLS]"],
+        _MISTRAL,
+        id_prefix="",
+        id_chars=9,
+    ),
+    "gemma": Family(gemma(*_GEMMA), _gemma_writing(*_GEMMA), ["<|tool_call>"], _GEMMA),
     "function-gemma": Family(
-        gemma("<start_function_call>", "<end_function_call>", "<escape>"),
-        ["<start_function_call>"],
-        ["<start_function_call>", "<end_function_call>", "<escape>"],
+        gemma(*_FUNCTION_GEMMA), _gemma_writing(*_FUNCTION_GEMMA), ["<start_function_call>"], _FUNCTION_GEMMA
     ),
-    "hermes": Family(hermes, ["<tool_call>"], ["<tool_call>", "</tool_call>"]),
-    "llama": Family(llama, ["<|python_tag|>", "<|start_header_id|>", "<|header_start|>"], ["<|python_tag|>"]),
+    "qwen-coder": Family(
+        qwen_coder,
+        Writing(
+            "<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>", between="\n", arguments=tagged_arguments
+        ),
+        ["<function="],
+        _HERMES,
+    ),
+    "hermes": Family(
+        hermes,
+        Writing(f"<tool_call>\n{_NAME_AND_ARGUMENTS}", "}\n</tool_call>", between="\n"),
+        ["<tool_call>"],
+        _HERMES,
+    ),
+    # its templates render one call of an answer
+    "llama": Family(
+        llama,
+        Writing('{"name": "NAME", "parameters": ', "}"),
+        ["<|python_tag|>", "<|start_header_id|>", "<|header_start|>"],
+        ["<|python_tag|>"],
+    ),
 }

@@ -50,7 +50,7 @@ def json_call(stream: Stream, out: Output, names: Collection[str], start: int) -
         return False
     while True:
         key_at = yield from stream.after_space(at + 1)
-        key_end = yield from _value_end(stream, key_at, '"')
+        key_end = yield from value_end(stream, key_at, '"')
         at = yield from stream.after_space(key_end)
         if not key_end or not (yield from stream.has(":", at)):
             return False
@@ -61,16 +61,16 @@ def json_call(stream: Stream, out: Output, names: Collection[str], start: int) -
             if (yield from arguments(stream, out)):
                 yield from _close(stream)
             return True
-        value_end = yield from _value_end(stream, value_at)
-        value = stream.text[value_at:value_end]
+        end = yield from value_end(stream, value_at)
+        value = stream.text[value_at:end]
         if key == "name":
             name = json.loads(value) if value.startswith('"') else None
             if name not in names:
                 return False
         elif key in _ARGUMENTS:
             found = value
-        at = yield from stream.after_space(value_end)
-        if not value_end or not (yield from stream.reaches(at)) or stream.text[at] not in ",}":
+        at = yield from stream.after_space(end)
+        if not end or not (yield from stream.reaches(at)) or stream.text[at] not in ",}":
             return False
         if stream.text[at] == "}":
             break
@@ -95,7 +95,7 @@ def _close(stream: Stream) -> Generator[None]:
     stream.take(end)
 
 
-def _value_end(stream: Stream, start: int, first: str = "") -> Generator[None, None, int]:
+def value_end(stream: Stream, start: int, first: str = "") -> Generator[None, None, int]:
     """Of a JSON value at `start`; 0: there is none, or it does not begin with `first`."""
     if not (yield from stream.has(first, start)):
         return 0

@@ -13,7 +13,7 @@ from manylora_router.dialect.json_scan import is_literal
 
 MAX_DEPTH = 32
 _SPACE = re.compile(r"\s*")
-_NAME = re.compile(r"[A-Za-z_][\w.-]{0,255}")
+_NAME = re.compile(r"[\w.-]{1,256}")
 _WORDS: Mapping[str, Any] = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": "", "\\": "\\", "'": "'", '"': '"'}

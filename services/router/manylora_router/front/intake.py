@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.coordination.records import AdapterRecord
 from manylora_shared.errors import InvalidRequest, Overloaded, PermissionDenied, ServiceUnavailable, Unready
 from manylora_shared.ids import QosClass, TenantId
@@ -184,7 +185,10 @@ class Intake:
         ends = model.eos_token_ids or [each for each in self._text.end_token_ids if each < model.limits.vocab_size]
         stop_token_ids = _stop_token_ids(request, stop_tokens, ends)
         bad_sequences = await self._bad_sequences(request, (tenant, request.qos_class), stop_token_ids, model)
-        await self._check_constraint(request, tenant)
+        constraint = request.constraint
+        if request.constraint_after is not None:
+            constraint = request.constraint_after(admitted.prompt_token_ids)
+        await self._check_constraint(request, constraint, tenant)
         call.span.set(Attribute.MAX_TOKENS, admitted.max_tokens)
         job = Job(
             request_id=call.request_id,
@@ -200,7 +204,7 @@ class Intake:
             stop_tokens=stop_tokens,
             stop_token_ids=stop_token_ids,
             bad_sequences=bad_sequences,
-            constraint=request.constraint,
+            constraint=constraint,
             received_at=call.received_at,
             deadline=_deadline(request, call.received_at),
             traceparent=call.span.traceparent,
@@ -267,11 +271,12 @@ class Intake:
             seed = admission.seed_of_key(tenant_id, key) if key else self._rng.getrandbits(64)
         return replace(request.sampling.or_else(model.sampling_defaults), seed=seed, bad_words=())
 
-    async def _check_constraint(self, request: RequestInput, tenant: str) -> None:
+    async def _check_constraint(self, request: RequestInput, constraint: Constraint | None, tenant: str) -> None:
         """Raises InvalidRequest."""
-        constraint = request.constraint
         if constraint is None or self._constraints.is_known(tenant, constraint):
             return
+        if violations := constraint.violations():
+            raise InvalidRequest.of_all(violations)
         flow = (tenant, request.qos_class)
         async with self._constraint_turns.hold(flow, self._weight(*flow), _TEXT_COST + constraint.size_bytes):
             violation = await self._constraints.violation(tenant, constraint)

@@ -100,6 +100,7 @@ class RequestInput:
     max_tokens: int = 0
     sampling: Sampling = field(default_factory=Sampling)
     constraint: Constraint | None = None  # of the answer's text
+    constraint_after: Callable[[Sequence[int]], Constraint] | None = None  # the same, by the prompt's tokens
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     n: int = 0
@@ -265,8 +266,9 @@ def check(request: RequestInput, model: ModelLimits) -> list[FieldViolation]:
     _check_stops(request, model, found)
     if request.constraint is not None:
         found += request.constraint.violations()
-        if request.sampling.allowed_token_ids:
-            found.append(FieldViolation("sampling.allowed_token_ids", "is given beside a constraint: one is kept"))
+    is_constrained = request.constraint is not None or request.constraint_after is not None
+    if is_constrained and request.sampling.allowed_token_ids:
+        found.append(FieldViolation("sampling.allowed_token_ids", "is given beside a constraint: one is kept"))
     if request.n > MAX_CHOICES:
         found.append(FieldViolation("n", f"must be at most {MAX_CHOICES}, not {request.n}"))
     elif request.n > model.max_sequences:

@@ -68,6 +68,9 @@ class TextService(Protocol):
     def stop_tokens(self, stops: Sequence[str]) -> Mapping[int, str]:
         """Those that are a token of their own, by its id. Raises InvalidRequest for what no answer's text can have."""
 
+    def mark(self, text: str) -> int | None:
+        """The token that it is and that no other text is made of; None: there is none."""
+
     async def differences(self, brought: BroughtTokenizer) -> list[FieldViolation]:
         """Between the base model's tokenizer and an adapter's."""
 
@@ -119,6 +122,9 @@ class TokenIdsOnlyText:
 
     def stop_tokens(self, stops: Sequence[str]) -> Mapping[int, str]:
         return {}
+
+    def mark(self, text: str) -> int | None:
+        return None
 
     async def differences(self, brought: BroughtTokenizer) -> list[FieldViolation]:
         return []  # there is no text that it could change
@@ -239,6 +245,9 @@ class HfTextService:
         if wrong:
             raise InvalidRequest.of_all(wrong)
         return found
+
+    def mark(self, text: str) -> int | None:
+        return self._added.get(text)
 
     async def differences(self, brought: BroughtTokenizer) -> list[FieldViolation]:
         return await self._in_thread(self._differences, brought)

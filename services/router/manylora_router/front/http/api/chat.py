@@ -59,11 +59,11 @@ def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[RequestInput,
     for name, neutral in NOT_BUILT:
         fields.only(name, *neutral)
     fields.close()
-    exchange.names = {**form.names, **({"max_tokens": "max_completion_tokens"} if max_tokens is not None else {})}
+    exchange.names = {**form.names, **reading.names}
+    exchange.names |= {"max_tokens": "max_completion_tokens"} if max_tokens is not None else {}
     fields.check()
     sampling = replace(request.sampling, prompt_logprobs=form.prompt_logprobs)
-    request = replace(request, prompt=prompt, sampling=sampling, request_id=exchange.request_id)
-    return replace(request, kept_tokens=reading.kept_tokens), form, reading
+    return reading.asked(replace(request, sampling=sampling), prompt), form, reading
 
 
 def _top_logprobs(fields: Fields) -> int | None:

@@ -74,17 +74,9 @@ def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[RequestInput,
         fields, asked.caller_of(exchange.headers), door.intake.base_model, max_tokens=max_tokens, top_logprobs=None
     )
     fields.close()
-    exchange.names = {**form.names, "stop": "stop_sequences"}
+    exchange.names = {**form.names, **reading.names, "stop": "stop_sequences"}
     fields.check()
-    request = replace(
-        request,
-        prompt=prompt,
-        stop=stops,
-        n=1,
-        request_id=exchange.request_id,
-        kept_tokens=reading.kept_tokens,
-    )
-    return request, form, reading
+    return reading.asked(replace(request, stop=stops, n=1), prompt), form, reading
 
 
 async def count_tokens(exchange: Exchange, door: Door) -> None:

@@ -102,7 +102,7 @@ def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[RequestInput,
         fields, asked.caller_of(exchange.headers), door.intake.base_model, max_tokens=max_tokens, top_logprobs=None
     )
     fields.close()
-    exchange.names = {**form.names, "max_tokens": "max_output_tokens", "messages": "input"}
+    exchange.names = {**form.names, **reading.names, "max_tokens": "max_output_tokens", "messages": "input"}
     fields.check()
     said = {
         "instructions": instructions or None,
@@ -112,13 +112,8 @@ def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[RequestInput,
         "tool_choice": fields.peek("tool_choice") or "auto",
         "tools": [{"strict": None, "description": None, **tool} for tool in fields.peek("tools") or ()],
     }
-    request = replace(
-        request,
-        prompt=conversation.prompt(tools=tools.offered),
-        n=1,
-        request_id=exchange.request_id,
-        kept_tokens=reading.kept_tokens,
-        constraint=constraint,
+    request = reading.asked(
+        replace(request, n=1, constraint=constraint), conversation.prompt(tools=tools.offered), "text.format"
     )
     if constraint is not None:
         said["text"] = {"format": told_format}

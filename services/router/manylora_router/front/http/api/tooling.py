@@ -7,12 +7,17 @@ import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from manylora_shared.constraints.constraint import MAX_SOURCE_BYTES, Constraint, ConstraintKind
+from manylora_shared.errors import InvalidRequest, shown
 
 from manylora_router.dialect.dialect import AnswerReader, Dialect
 from manylora_router.dialect.json_scan import JsonScanner
+from manylora_router.front.http.api.constraints import FORMAT
 from manylora_router.front.http.fields import Fields, is_unicode
+from manylora_router.guard.admission import ChatPrompt, RequestInput
 from manylora_router.text.service import TextService
 
 MAX_TOOLS = 128
@@ -21,14 +26,16 @@ UNUSED_OF_TOOLS = ("allowed_callers", "defer_loading", "input_examples", "strict
 NEUTRAL_OF_TOOLS: tuple[Any, ...] = (False, [], ["direct"])
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+CHOICE = "tool_choice"
 _PROMPT_END_TOKENS = 8  # of which the mark that begins reasoning is made, and the white space behind it
 
 
 @dataclass(frozen=True)
 class Tools:
     offered: Sequence[Mapping[str, Any]] = ()  # as templates take them
-    names: frozenset[str] = frozenset()
+    functions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # that may be called: their parameters
     most_calls: int | None = None
+    must_call: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,15 +51,46 @@ class Reading:
     @property
     def is_plain(self) -> bool:
         """There is nothing in an answer but text."""
-        return self.dialect.thinking is None and not self.tools.names
+        return self.dialect.thinking is None and not self.tools.functions
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Where what is wrong with the constraint is to be sought."""
+        return {f"constraint.{ConstraintKind.GRAMMAR.value}": "tools"} if self.tools.must_call else {}
 
     @property
     def kept_tokens(self) -> Sequence[str]:
         return () if self.is_plain else self.dialect.marks
 
     def reader(self, prompt_token_ids: Sequence[int]) -> AnswerReader:
-        end = "".join(self.text.token(token_id) for token_id in prompt_token_ids[-_PROMPT_END_TOKENS:])
-        return self.dialect.reader(self.tools.names, end, most_calls=self.tools.most_calls)
+        end = self._end_of(prompt_token_ids)
+        return self.dialect.reader(self.tools.functions, end, most_calls=self.tools.most_calls)
+
+    def _end_of(self, prompt_token_ids: Sequence[int]) -> str:
+        return "".join(self.text.token(token_id) for token_id in prompt_token_ids[-_PROMPT_END_TOKENS:])
+
+    def asked(self, request: RequestInput, prompt: ChatPrompt, form: str = FORMAT) -> RequestInput:
+        """With what tools and reasoning make of it. form: the field that a constraint came from.
+
+        Raises InvalidRequest.
+        """
+        request = replace(request, prompt=prompt, request_id=self.request_id, kept_tokens=self.kept_tokens)
+        if not self.tools.must_call:
+            return request
+        if request.constraint is not None:
+            raise InvalidRequest.of(CHOICE, f"has the model call tools: leave out {form}")
+        return replace(request, constraint_after=self._calls)
+
+    def _calls(self, prompt_token_ids: Sequence[int]) -> Constraint:
+        """Raises InvalidRequest."""
+        functions, is_one = self.tools.functions, self.tools.most_calls == 1
+        try:
+            grammar = self.dialect.calls_grammar(
+                functions, self._end_of(prompt_token_ids), self.text.mark, is_one=is_one
+            )
+        except ValueError as error:
+            raise InvalidRequest.of("tools", str(error)) from None
+        return Constraint(ConstraintKind.GRAMMAR, grammar)
 
     def call_id(self, choice: int, number: int) -> str:
         family = self.dialect.family
@@ -65,8 +103,17 @@ def read_tools(fields: Fields, dialect: Dialect, *, is_flat: bool = False) -> To
     """OpenAI's. `is_flat`: a tool's members are its function's, as in responses."""
     parallel = fields.flag("parallel_tool_calls", True)
     found = [_function(tool, is_flat) for tool in _tools(fields, dialect)]
-    fields.only("tool_choice", "auto", "none")
-    return _offered(found, fields.peek("tool_choice") == "none", parallel)
+    if not isinstance(fields.peek(CHOICE), dict):
+        fields.only(CHOICE, "auto", "none", "required")
+        kind = fields.peek(CHOICE)
+        return _offered(fields, found, not parallel, is_none=kind == "none", must_call=kind == "required")
+    choice = fields.inner(CHOICE)
+    choice.only("type", "function")
+    function = choice if is_flat else choice.inner("function")
+    name = function.text("name")
+    for each in {id(choice): choice, id(function): function}.values():
+        each.close()
+    return _offered(fields, found, not parallel, must_call=True, name=name)
 
 
 def read_anthropic_tools(fields: Fields, dialect: Dialect) -> Tools:
@@ -77,11 +124,12 @@ def read_anthropic_tools(fields: Fields, dialect: Dialect) -> Tools:
         for name in UNUSED_OF_TOOLS:
             tool.only(name, *NEUTRAL_OF_TOOLS)
         found.append(_named(tool, "input_schema"))
-    choice = fields.inner("tool_choice")
-    choice.only("type", "auto", "none")
-    is_serial = choice.flag("disable_parallel_tool_use")
+    choice = fields.inner(CHOICE)
+    choice.only("type", "auto", "none", "any", "tool")
+    is_serial, kind = choice.flag("disable_parallel_tool_use"), choice.peek("type")
+    named = choice.text("name") if kind == "tool" else None
     choice.close()
-    return _offered(found, choice.peek("type") == "none", not is_serial)
+    return _offered(fields, found, is_serial, is_none=kind == "none", must_call=kind in ("any", "tool"), name=named)
 
 
 def is_shallow(value: Any) -> bool:
@@ -135,12 +183,28 @@ def _named(function: Fields, parameters: str) -> dict[str, Any]:
     return found
 
 
-def _offered(functions: Sequence[Mapping[str, Any]], is_none: bool, parallel: bool) -> Tools:
-    """With the choice `none` the model is not told of them."""
-    if is_none or not functions:
+def _offered(
+    fields: Fields,
+    functions: Sequence[Mapping[str, Any]],
+    is_serial: bool,
+    *,
+    is_none: bool = False,
+    must_call: bool = False,
+    name: str | None = None,
+) -> Tools:
+    """With the choice `none` the model is not told of them. name: of the only one that is to be called."""
+    schemas = {function["name"]: function["parameters"] for function in functions}
+    if must_call and not functions and fields.raw("tools") in (None, []):
+        fields.wrong(CHOICE, "needs tools that can be called")
+    if name is not None and functions and name not in schemas:
+        fields.wrong(CHOICE, f"{shown(name)} is none of the tools")
+    if must_call and len(json.dumps(schemas)) > MAX_SOURCE_BYTES:
+        fields.wrong("tools", f"has more than {MAX_SOURCE_BYTES} bytes of parameters, of which a call can be made sure")
+    if is_none or not functions or fields.found:
         return Tools()
     offered = [{"type": "function", "function": function} for function in functions]
-    return Tools(offered, frozenset(function["name"] for function in functions), None if parallel else 1)
+    schemas = schemas if name is None else {name: schemas[name]}
+    return Tools(offered, schemas, 1 if is_serial or name is not None else None, must_call)
 
 
 def read_calls(message: Fields, name: str = "tool_calls") -> list[tuple[str, str, dict[str, Any]]]:

@@ -1,0 +1,169 @@
+"""`manylora up`, and what it can be told; `cluster` does it."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from manylora_shared.dialects import ReasoningParser, ToolParser
+
+from manylora.cli.output import HTTP_PORT_STEP, run
+
+DEFAULT_PORT = 7070
+
+
+class Quantization(enum.StrEnum):
+    NONE = "none"
+    NF4 = "nf4"
+
+
+class GenerationConfig(enum.StrEnum):
+    AUTO = "auto"
+    NONE = "none"
+
+
+Tenants = Annotated[
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, readable=True, help="YAML documents to apply at the start."),
+]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port of the first router; 0 picks a free one.")]
+MaxLoraRank = Annotated[
+    int | None, typer.Option(min=1, help="Greatest rank of an adapter; default: the worker's choice.")
+]
+ModelAliases = Annotated[
+    list[str] | None,
+    typer.Option(help="A further name under which adapters may know the model; may be repeated."),
+]
+GenerationConfigOption = Annotated[
+    GenerationConfig,
+    typer.Option(help="Sampling where a request sets none: the model's generation_config.json's, or nobody's."),
+]
+ToolParserOption = Annotated[
+    ToolParser, typer.Option(help="How the model's answers call tools; auto: by its chat template.")
+]
+ReasoningParserOption = Annotated[
+    ReasoningParser, typer.Option(help="How they set reasoning apart; auto: by its chat template.")
+]
+Schedulers = Annotated[int, typer.Option(min=1, max=8, help="One leads, the others stand by.")]
+KvCacheMb = Annotated[
+    int | None, typer.Option(min=1, help="Memory for keys and values, a worker; default: the worker's choice.")
+]
+WithTls = Annotated[
+    bool, typer.Option("--tls", help="TLS on every port, by an authority made in the data folder (tls/ca.pem).")
+]
+SequenceSlots = Annotated[
+    int | None,
+    typer.Option(min=1, max=512, help="Sequences that run together, a worker; default: the worker's choice."),
+]
+DeviceAdapterMb = Annotated[
+    int | None, typer.Option(min=1, help="Memory for adapters on the device, a worker; default: the worker's choice.")
+]
+Devices = Annotated[
+    str,
+    typer.Option(
+        help="Device of the workers, e.g. cpu or cuda; several (cuda:0,cuda:1) are dealt in turn; "
+        "auto: cuda where torch sees one."
+    ),
+]
+TensorParallel = Annotated[
+    int,
+    typer.Option(min=1, help="GPUs that share the model, a worker; --device cuda:0,cuda:2 says the first of each."),
+]
+ComputeType = Annotated[
+    str, typer.Option(help="Compute type of the workers; default: float32 on the CPU, bfloat16 elsewhere.")
+]
+AdapterStore = Annotated[str, typer.Option(help="Instead of a folder in --data: s3://BUCKET/PREFIX.")]
+AdapterStoreAccess = Annotated[
+    str, typer.Option(help="YAML file with its endpoint, region and credentials; else AWS_* of the environment.")
+]
+AdapterSources = Annotated[
+    str, typer.Option(help="YAML file of the places that tenants may name as sources of adapters.")
+]
+DrainS = Annotated[
+    float | None,
+    typer.Option(min=0, help="Seconds that running requests may go on at the end; default: the worker's choice."),
+]
+
+
+def _http_port(port: int) -> int:
+    return port + HTTP_PORT_STEP if 0 < port <= 65535 - HTTP_PORT_STEP else 0
+
+
+HttpPort = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=65535,
+        help="Port of the first router's OpenAI HTTP API; 0 picks a free one; default: 10 above --port.",
+    ),
+]
+
+
+def up(
+    model: Annotated[
+        str, typer.Option(help="Folder of a Hugging Face model, or its cached hub id; `demo` comes along.")
+    ],
+    tenants: Tenants = None,
+    workers: Annotated[int, typer.Option(min=1, max=64)] = 1,
+    routers: Annotated[int, typer.Option(min=1, max=64)] = 1,
+    schedulers: Schedulers = 1,
+    tls: WithTls = False,
+    device: Devices = "auto",
+    port: Port = DEFAULT_PORT,
+    http_port: HttpPort = None,
+    data: Annotated[
+        Path, typer.Option(file_okay=False, help="Folder of the cluster's state: etcd, adapters, logs.")
+    ] = Path("manylora-data"),
+    etcd: Annotated[str, typer.Option(metavar="URL", help="An etcd that runs already; otherwise one is started.")] = "",
+    model_name: Annotated[str, typer.Option(help="The model's name; default: the last part of --model.")] = "",
+    model_alias: ModelAliases = None,
+    dtype: ComputeType = "",
+    quantization: Annotated[Quantization, typer.Option(help="Of the base model's weights.")] = Quantization.NONE,
+    kv_cache_mb: KvCacheMb = None,
+    max_lora_rank: MaxLoraRank = None,
+    generation_config: GenerationConfigOption = GenerationConfig.AUTO,
+    tool_parser: ToolParserOption = "auto",
+    reasoning_parser: ReasoningParserOption = "auto",
+    sequence_slots: SequenceSlots = None,
+    device_adapter_mb: DeviceAdapterMb = None,
+    tensor_parallel: TensorParallel = 1,
+    adapter_store: AdapterStore = "",
+    adapter_store_access: AdapterStoreAccess = "",
+    adapter_sources: AdapterSources = "",
+    drain_s: DrainS = None,
+) -> None:
+    """Run a local cluster in the foreground; prints one JSON line when it serves."""
+    from manylora.cli import cluster
+    from manylora.local.cluster import ClusterOptions
+
+    options = ClusterOptions(
+        model=cluster.model_source(model),
+        model_name=model_name or cluster.name_of(model),
+        data=data,
+        workers=workers,
+        routers=routers,
+        device=device,
+        port=port,
+        http_port=http_port if http_port is not None else _http_port(port),
+        etcd=etcd,
+        dtype=dtype,
+        model_aliases=tuple(model_alias or ()),
+        generation_config=generation_config.value,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
+        quantization=quantization.value,
+        kv_cache_mb=kv_cache_mb,
+        max_lora_rank=max_lora_rank,
+        schedulers=schedulers,
+        tls=tls,
+        sequence_slots=sequence_slots,
+        device_adapter_mb=device_adapter_mb,
+        tensor_parallel=tensor_parallel,
+        adapter_store=adapter_store,
+        adapter_store_access=adapter_store_access,
+        adapter_sources=adapter_sources,
+        drain_s=drain_s,
+    )
+    run(cluster.up(options, tenants), as_json=False)

@@ -1,0 +1,8 @@
+"""How models write calls of tools and reasoning, by the names that a router's settings take."""
+
+from typing import Literal
+
+ToolParser = Literal[
+    "auto", "none", "mistral", "mistral-list", "gemma", "function-gemma", "qwen-coder", "hermes", "llama"
+]
+ReasoningParser = Literal["auto", "none", "think", "mistral", "gemma"]
