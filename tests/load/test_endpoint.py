@@ -19,6 +19,15 @@ from manylora_shared.transport.grpc_transport import GrpcTransport
 
 from tests.load.openai_server import OpenAiServer
 
+MALFORMED = (
+    "[]",
+    '"x"',
+    '{"choices": [3]}',
+    '{"choices": 3}',
+    '{"usage": [3]}',
+    '{"usage": {"prompt_tokens": "x"}}',
+    '{"choices": [{"delta": 3}]}',
+)
 TENANT: dict[str, Any] = {"tenant_id": "acme", "class": "batch", "arrivals": {"rate": 1}}
 
 
@@ -90,11 +99,13 @@ async def test_each_failure_has_its_name(server: OpenAiServer) -> None:
         web.json_response({"choices": []}),
         web.Response(text="data: nonsense\n\n", content_type="text/event-stream"),
         web.Response(text='data: {"choices": []}\n\n', content_type="text/event-stream"),
+        *(web.Response(text=f"data: {event}\n\n", content_type="text/event-stream") for event in MALFORMED),
     ]
     async with endpoint(server.url, timeout_s=0.3) as made:
         found = [(await sent(made)).error for _ in range(len(server.answers))]
-        assert found == ["429 overloaded", "502", "not a stream but application/json", found[3], "stream cut short"]
-        assert found[3].startswith("no event: ")
+        assert found[:3] == ["429 overloaded", "502", "not a stream but application/json"]
+        assert found[4] == "stream cut short"
+        assert all(error.startswith("no event: ") for error in (found[3], *found[5:]))
         server.cut_after = 2
         cut = await sent(made)
         assert (cut.error, cut.tokens) == ("connection lost", 2)
@@ -121,6 +132,8 @@ async def test_what_is_no_such_server_is_told_before_the_run(server: OpenAiServe
     assert "speaks no TLS" in await failed(server.url.replace("http://", "https://"))
     assert "names no model (404: 404: Not Found): say which" in await failed(server.url + "/x")
     assert "404" in await failed(server.url + "/x", model="base")
+    for url in ("http://a:b", "http://[::1"):
+        assert "is no address" in await failed(url)
     server.models = []
     assert "names no model" in await failed(server.url)
     server.answers = [web.json_response({"error": {"message": "no such model", "code": "not_found"}}, status=404)]

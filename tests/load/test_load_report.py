@@ -21,7 +21,7 @@ def ended(tenant: Tenant, tokens: int, error: str = "") -> Sample:
 
 def a_run(tenants: dict[str, dict[str, Any]]) -> Run:
     mix = mix_of({"duration_s": 9, "arrivals": {"rate": 1}, "tenants": tenants}, lambda name: ())
-    run = Run(mix, None)  # type: ignore[arg-type]
+    run = Run(mix, None, max_running=9, drain_s=1)  # type: ignore[arg-type]
     run.counted_s = 2.0
     return run
 

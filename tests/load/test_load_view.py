@@ -12,7 +12,7 @@ from rich.console import Console
 
 def a_run() -> Run:
     document = {"duration_s": 9, "arrivals": {"rate": 1}, "tenants": {"acme": {}, "t{n}": {"count": 30}}}
-    run = Run(mix_of(document, lambda name: ()), None)  # type: ignore[arg-type]
+    run = Run(mix_of(document, lambda name: ()), None, max_running=9, drain_s=1)  # type: ignore[arg-type]
     for tally in (run.tallies["acme"], run.total):
         tally.completed, tally.output_tokens = 12, 340
         tally.ttft.add(0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import ssl
 import time
@@ -122,13 +123,13 @@ class Endpoint:
                 else:
                     async for data in events(response.content):
                         is_whole |= _take(sample, data, time.perf_counter())
-        except aiohttp.ClientConnectorError:
-            sample.error = "cannot connect"
+        except aiohttp.ClientConnectorError as error:
+            sample.error = f"cannot connect {errno.errorcode.get(error.errno or 0, '')}".rstrip()
         except TimeoutError:
             sample.error = "timeout"
         except (aiohttp.ClientError, ConnectionError):
             sample.error = "connection lost"
-        except ValueError as error:
+        except (ValueError, TypeError, AttributeError) as error:  # of what the server sent
             sample.error = f"no event: {str(error)[:60]}"
         sample.ended_s = time.perf_counter()
         if not is_whole and not sample.error:
@@ -165,6 +166,8 @@ class Endpoint:
 
     def _told(self, error: aiohttp.ClientError) -> str:
         text = str(error)
+        if isinstance(error, aiohttp.InvalidURL):
+            return f"{self.url} is no address of a server"
         if isinstance(error, aiohttp.ClientConnectorCertificateError):
             return (
                 f"{self.url}: its certificate is not trusted ({error.certificate_error}); --tls-ca names who signs it"
@@ -206,9 +209,9 @@ def _take(sample: Sample, data: bytes, now: float) -> bool:
         sample.error = f"in the stream: {code}"
     usage = event.get("usage")
     if usage:
-        sample.prompt_tokens = usage.get("prompt_tokens") or 0
-        sample.output_tokens = usage.get("completion_tokens")
-        sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        sample.prompt_tokens = int(usage.get("prompt_tokens") or 0)
+        sample.output_tokens = int(usage.get("completion_tokens") or 0)
+        sample.cached_tokens = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
     choices = event.get("choices") or ()
     if any(_has_tokens(choice) for choice in choices):
         sample.token(now)

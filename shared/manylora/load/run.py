@@ -19,14 +19,13 @@ from manylora.load.planning.mix import Mix
 from manylora.load.planning.schedule import Loop, Planned, closed_loops, open_loop
 from manylora.load.tally import Histogram, Sample, Tally
 
-MAX_RUNNING = 10_000
 UNFINISHED = "unfinished at the end"
 
 
 class Run:
     """began_s: None until it does. late: of requests that had a time, how much after it they were sent."""
 
-    def __init__(self, mix: Mix, endpoint: Endpoint, *, max_running: int = MAX_RUNNING, drain_s: float = 60.0) -> None:
+    def __init__(self, mix: Mix, endpoint: Endpoint, *, max_running: int, drain_s: float) -> None:
         self.mix = mix
         self.tallies = {tenant.name: Tally() for tenant in mix.tenants}
         self.total = Tally()
@@ -115,6 +114,9 @@ class Run:
         tally = self.tallies[sample.planned.tenant.name]
         try:
             await self._endpoint.send(sample)
+        except Exception as error:
+            sample.error = f"{type(error).__name__} in this process"
+            raise
         finally:
             self._room.release()
             task = asyncio.current_task()

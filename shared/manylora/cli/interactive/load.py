@@ -15,6 +15,7 @@ import typer
 import yaml
 from manylora_shared.address import join_address, parse_address
 from manylora_shared.process.config import environment
+from manylora_shared.transport import connections
 from manylora_shared.transport.tls import SYSTEM_CA
 
 from manylora.cli.files import name_of, read_file
@@ -124,7 +125,7 @@ async def load(
         except EndpointFailed as error:
             say(f"Error: {error}")
             raise typer.Exit(EXIT_FAILED) from None
-        run = Run(mix, endpoint, drain_s=drain_s)
+        run = Run(mix, endpoint, max_running=connections.room(), drain_s=drain_s)
         is_stopped = False
 
         def stop() -> None:
