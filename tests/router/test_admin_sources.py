@@ -107,6 +107,19 @@ async def test_a_source_that_stands_still_or_breaks_off_ends(
         await bring(made, site, monkeypatch)
 
 
+def test_a_narrower_rule_keeps_out_whom_a_wider_one_lets_in() -> None:
+    own = [SourceRule("s3://team/acme/", frozenset({name}), {"region": name}) for name in ("acme", "bolt")]
+    made = Sources((SourceRule("s3://team/", frozenset({"*"})), *own))
+    assert made.rule_for("s3://team/x", "crux", is_operator=False) is not None
+    for tenant, rule in zip(("acme", "bolt"), own, strict=True):
+        assert made.rule_for("s3://team/acme/x", tenant, is_operator=False) is rule
+    for url in ("s3://team/acme", "s3://team/acme/", "s3://team/acme/x/y"):
+        with pytest.raises(PermissionDenied):
+            made.rule_for(url, "crux", is_operator=False)
+    assert made.rule_for("s3://team/acme/x", "ops", is_operator=True) is own[0]
+    made.close()
+
+
 def test_rules_are_read_and_secrets_are_named_only(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("very-secret")
     path = tmp_path / "rules.yaml"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import openai
 import pytest
 from http_fakes import http_front
+from manylora.v1 import inference_pb2
+from manylora_shared.ids import QosClass
 from openai.types import Model
-from router_fakes import until
+from router_fakes import LIST_MODELS, until
 
 
 async def test_the_base_and_the_callers_adapters() -> None:
@@ -36,3 +38,22 @@ async def test_health_and_readiness_need_no_key() -> None:
         with pytest.raises(openai.InternalServerError) as unready:
             await client.get("/ready", cast_to=dict)
         assert unready.value.status_code == 503
+
+
+async def test_lists_are_made_in_turns_of_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tenant's calls for a list of thousands, all answered in one pass of the event loop, held up everybody."""
+    async with http_front() as front, front.openai() as client:
+        intake, asked = front.cluster.app.intake, []
+        take_turn = intake.take_turn
+
+        async def counted(tenant: str, qos_class: QosClass | None) -> None:
+            asked.append(tenant)
+            await take_turn(tenant, qos_class)
+
+        monkeypatch.setattr(intake, "take_turn", counted)
+        await client.models.list()
+        await client.models.retrieve("upper")
+        await front.cluster.client.call(
+            LIST_MODELS, inference_pb2.ListModelsRequest(), metadata={"x-tenant-id": "acme"}
+        )
+        assert asked == ["acme"] * 3

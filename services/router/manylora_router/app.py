@@ -137,6 +137,7 @@ class RouterApp:
         )
         self.intake = self._front_intake()
         self.bounds = Bounds()
+        self._pace = Pace(LARGE_BYTES_PER_S)
         self._others = OtherRouters(router_id=self.router_id, directory=self.directory, transport=transport)
         self._feedback = FeedbackDesk(self.calls, self._others)
         self._inference = InferenceServicer(self.intake, self.calls, self._feedback)
@@ -213,6 +214,7 @@ class RouterApp:
             dialect=Dialect.of(self._text.chat_template, self.config.tool_parser, self.config.reasoning_parser),
             admin=self.admin.handlers,
             places=self.bounds.places,
+            pace=self._pace,
             getrandbits=self._rng.getrandbits,
             now_unix_s=self._clock.now_unix_s,
             router_id=self.router_id,
@@ -252,7 +254,7 @@ class RouterApp:
 
     def _services(self) -> list[Service]:
         gate = partial(Gate, self.callers, self.bounds)
-        inference = gate(tenant_of=tenant_of, max_message_bytes=MAX_REQUEST_BYTES, pace=Pace(LARGE_BYTES_PER_S))
+        inference = gate(tenant_of=tenant_of, max_message_bytes=MAX_REQUEST_BYTES, pace=self._pace)
         admin = gate(
             tenant_of=lambda principal, call: own_tenant(principal),
             max_message_bytes=MAX_MESSAGE_BYTES,

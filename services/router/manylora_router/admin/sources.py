@@ -53,10 +53,13 @@ class SourceRule:
     token: str = ""  # env:NAME or file:PATH
     private: bool = False  # its host may be on a private network, and speak plain http
 
-    def covers(self, url: str, tenant_id: str, *, is_operator: bool) -> bool:
+    def covers(self, url: str) -> bool:
         # a rule is of a repository, not of a revision
         place = url.partition("@")[0] if url.startswith("hf://") else url
-        return f"{place}/".startswith(self.prefix) and (is_operator or bool(self.tenants & {tenant_id, ANYBODY}))
+        return f"{place}/".startswith(self.prefix)
+
+    def lets(self, tenant_id: str, *, is_operator: bool) -> bool:
+        return is_operator or bool(self.tenants & {tenant_id, ANYBODY})
 
 
 def read_rules(path: str) -> tuple[SourceRule, ...]:
@@ -142,13 +145,18 @@ class Sources:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def rule_for(self, url: str, tenant_id: str, *, is_operator: bool) -> SourceRule | None:
-        """None: an operator's, which no rule names. Raises PermissionDenied, InvalidRequest."""
+        """The rules of the narrowest prefix decide. None: an operator's, which no rule names.
+
+        Raises PermissionDenied, InvalidRequest.
+        """
         _check_form(url)
-        found = [rule for rule in self._rules if rule.covers(url.rstrip("/"), tenant_id, is_operator=is_operator)]
+        covering = [rule for rule in self._rules if rule.covers(url.rstrip("/"))]
+        narrowest = max((rule.prefix for rule in covering), key=len, default="")
+        found = [r for r in covering if r.prefix == narrowest and r.lets(tenant_id, is_operator=is_operator)]
         if not found and not is_operator:
             # the same whatever is there, and whoever else may take it
             raise PermissionDenied("header.source: no rule of this cluster lets the tenant take adapters from there")
-        return max(found, key=lambda rule: len(rule.prefix), default=None)
+        return found[0] if found else None
 
     async def bring(
         self, url: str, tenant_id: str, *, is_operator: bool, files: AdapterFiles, incoming: str

@@ -67,7 +67,9 @@ class InferenceServicer:
     async def list_models(
         self, request: inference_pb2.ListModelsRequest, call: ServerCall
     ) -> inference_pb2.ListModelsResponse:
-        models = self._intake.models(read_request(inference_pb2.GenerateRequest(), call.metadata, None))
+        plain = read_request(inference_pb2.GenerateRequest(), call.metadata, None)
+        await self._intake.take_turn(self._intake.tenant_of(plain), None)
+        models = self._intake.models(plain)
         return inference_pb2.ListModelsResponse(
             base_model=models.base_model,
             max_context_tokens=models.max_context_tokens,

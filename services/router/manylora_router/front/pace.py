@@ -1,4 +1,4 @@
-"""How many bytes of large messages a tenant's calls may bring in a second. Owns what each has used."""
+"""How many bytes of large messages a tenant's calls may bring in a second, over both fronts. Owns what each used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""How many bytes of bodies are read and parsed at a time, over all and for one tenant."""
+"""How many bytes of bodies are read and parsed at a time, over all and for one tenant; and how many values a body has,
+which its bytes tell before it is parsed.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from manylora_shared.errors import Overloaded
+from manylora_shared.errors import InvalidRequest, Overloaded
 
 MAX_BYTES = 256 << 20
 MAX_TENANT_BYTES = 64 << 20
+# The parser holds the interpreter, and with it all streams, for as long as values take. Those in texts count too: that
+# is quicker than to look for them.
+_MAX_MARKS = {
+    "values": ((b",",), 262_144),
+    "lists and objects": ((b"[", b"{"), 65_536),
+    "names": ((b":",), 65_536),
+}
+_MARK_BYTES = 64  # that many bytes of plain text are parsed in the time of a value
 
 
 class BodyRoom:
@@ -42,3 +52,14 @@ class BodyRoom:
             self._held[tenant] -= held
             if not self._held[tenant]:
                 del self._held[tenant]
+
+
+def cost_of(data: bytes) -> int:
+    """In bytes of plain text that take as long to parse. Raises InvalidRequest."""
+    marks = 0
+    for name, (bytes_of, most) in _MAX_MARKS.items():
+        found = sum(data.count(each) for each in bytes_of)
+        if found > most:
+            raise InvalidRequest.of("body", f"has some {found} {name}, those in its texts included: more than {most}")
+        marks += found
+    return len(data) + _MARK_BYTES * marks

@@ -13,14 +13,14 @@ from typing import Any
 
 from manylora_shared.errors import HttpError, InvalidRequest, ManyloraError, SlowReader, shown
 from manylora_shared.transport.handling import MAX_MESSAGE_BYTES
+from manylora_shared.transport.unparsed import LARGE_BYTES
 
 from manylora_router.front.http import errors
-from manylora_router.front.http.bodies import BodyRoom
+from manylora_router.front.http.bodies import BodyRoom, cost_of
 
 BODY_TIMEOUT_S = 30.0
 SLOW_READER_S = 15.0
 KEEP_ALIVE_S = 5.0  # an answer that has nothing to say for so long says that it lives
-LARGE_BODY_BYTES = 64 * 1024  # is parsed off the event loop, in its flow's turn
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -69,13 +69,13 @@ class Exchange:
     # The body
 
     async def json(self, turn: Callable[[int], AbstractAsyncContextManager[None]]) -> dict[str, Any]:
-        """`turn`: of a body of so many bytes, where it is large. Raises InvalidRequest, Overloaded, or Gone."""
+        """`turn`: of a large body that costs as so many bytes of text. Raises InvalidRequest, Overloaded, or Gone."""
         with self._room.hold(self.tenant) as take:
             data = await self._body(take)
-            if len(data) <= LARGE_BODY_BYTES:
+            if len(data) <= LARGE_BYTES:
                 document = _parse(data)
             else:
-                async with turn(len(data)):
+                async with turn(cost_of(data)):
                     document = await asyncio.to_thread(_parse, data)
         if not isinstance(document, dict):
             raise InvalidRequest.of("body", "must be a JSON object")

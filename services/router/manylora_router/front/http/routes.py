@@ -121,6 +121,8 @@ class Routes:
             if handlers is None:
                 handlers = self._guarded(exchange, path)
                 held.enter_context(self._door.places.held(account_of(exchange.tenant)))
+                if method != "POST":  # it is answered at once, and may be long
+                    await self._door.intake.take_turn(exchange.tenant, None)
             await self._handle(exchange, method, handlers)
 
     async def _handle(self, exchange: Exchange, method: str, handlers: Mapping[str, Handler]) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from manylora.v1 import common_pb2
+from manylora_shared.errors import Overloaded
 from manylora_shared.ids import QosClass
+from manylora_shared.transport.handling import REFUSAL_DELAY_S
 from manylora_shared.transport.places import Places
 
 from manylora_router.dialect.dialect import Dialect
@@ -23,6 +25,8 @@ from manylora_router.front.http.api.asked import Form
 from manylora_router.front.http.exchange import Exchange, encoded
 from manylora_router.front.http.fields import Fields
 from manylora_router.front.intake import Intake
+from manylora_router.front.loop_turns import Flow
+from manylora_router.front.pace import Pace
 from manylora_router.guard.admission import RequestInput
 from manylora_router.links.callers import Callers
 from manylora_router.links.moments import Moments
@@ -54,6 +58,7 @@ class Door:
     dialect: Dialect
     admin: Mapping[str, Callable[..., Any]]  # AdminService's handlers
     places: Places
+    pace: Pace  # of large bodies
     getrandbits: Callable[[int], int]
     now_unix_s: Callable[[], float]
     router_id: str
@@ -62,7 +67,17 @@ class Door:
     async def read(self, exchange: Exchange, qos_class: QosClass | None = None) -> Fields:
         """The body's fields."""
         flow = (exchange.tenant, qos_class)
-        return Fields(await exchange.json(lambda size: self.intake.text_turn(flow, size)))
+        return Fields(await exchange.json(lambda cost: self._large(flow, cost)))
+
+    @asynccontextmanager
+    async def _large(self, flow: Flow, cost: int) -> AsyncIterator[None]:
+        try:
+            await self.pace.wait(flow[0], cost)
+        except Overloaded:
+            await asyncio.sleep(REFUSAL_DELAY_S)
+            raise
+        async with self.intake.text_turn(flow, cost):
+            yield
 
 
 @dataclass
