@@ -471,6 +471,7 @@ class FakeRouter:
                 )
             ],
             quarantined_prompts=3,
+            resumed=7,
             quarantines=[admin_pb2.QuarantineStatus(tenant_id="birch", router_id="r-1", prompts=3, longest_s=299.6)],
             rollouts=_rollouts(),
         )

@@ -22,6 +22,8 @@ async def test_status(manylora: Manylora) -> None:
     told = "\nsampling   temperature 0.6, top_k 20, where a request sets none (generation_config.json)\n"
     assert told in (await manylora("status")).stdout
     assert out.json["scheduler"]["flows"][0]["qos_class"] == "batch"
+    assert out.json["resumed"] == 7
+    assert "\nresumed    7 times another worker went on with an answer\n" in (await manylora("status")).stdout
     assert out.json["workers"][0]["generated_tokens"] == 2**40
     assert [each["kept_out"] for each in out.json["workers"]] == ["", "its dtype is another"]
     measured, idle = out.json["slos"]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from manylora.v1 import common_pb2, scheduler_pb2, worker_pb2
+from manylora.v1 import admin_pb2, common_pb2, scheduler_pb2, worker_pb2
 from manylora_router.guard.resumes import MAX_TENANTS, RESUMES_BURST, RESUMES_PER_S, Resumes
 from manylora_router.request.execution import MAX_FRUITLESS
 from manylora_shared.errors import Code
 from manylora_shared.ids import TenantId
 from manylora_shared.tenancy.policy import TenantQuotas
 from router_fakes import (
+    ADMIN,
     STARTED,
     Answer,
     RouterCluster,
@@ -80,6 +81,8 @@ def test_the_next_worker_gets_what_was_emitted_and_all_that_matters_of_the_reque
         ((_, settled),) = cluster.scheduler.settled
         assert settled == asked.prompt_tokens + 200
         told = [(c.worker_id, c.reached_worker, c.worker_unavailable) for c in cluster.scheduler.closed]
+        status = await cluster.client.call(ADMIN["GetStatus"], admin_pb2.GetStatusRequest(), timeout=10)
+        assert status.resumed == 1
         assert told == [("worker-0", False, True), ("worker-1", True, False)]
 
     simulate(test, script=say(LONG, pause_s=0.01))

@@ -76,7 +76,6 @@ _LOG = logging.getLogger(__name__)
 HOUSEKEEPING_S = 300.0
 TRIALS_S = 1.0
 FILES_GRACE_S = 900.0  # files are left alone for so long after an upload last wrote or committed them
-_STOP_GRACE_S = 5.0
 
 
 class RouterApp:
@@ -201,7 +200,13 @@ class RouterApp:
         )
 
     def _service_levels(self) -> ServiceLevels:
-        return ServiceLevels(directory=self.directory, others=self._others, slo=self.calls.slo, guard=self.calls.guard)
+        return ServiceLevels(
+            directory=self.directory,
+            others=self._others,
+            slo=self.calls.slo,
+            guard=self.calls.guard,
+            num_resumed=lambda: self.calls.counters.resumed,
+        )
 
     @property
     def door(self) -> Door:
@@ -293,8 +298,9 @@ class RouterApp:
             await self._http.start(self.config.http_listen)
             self._tasks.append(asyncio.create_task(self._http.failed(), name="http front"))
 
-    async def stop(self, grace_s: float = _STOP_GRACE_S) -> None:
-        """Takes no more requests, lets live ones go on for `grace_s`, then ends everything."""
+    async def stop(self, grace_s: float | None = None) -> None:
+        """Takes no more requests, lets live ones go on for `grace_s` (None: as configured), then ends everything."""
+        grace_s = self.config.drain_s if grace_s is None else grace_s
         if self._server is not None:
             self._server.set_serving(False)
             await self._lease.close()

@@ -40,6 +40,7 @@ class RouterConfig(ServiceSettings):
     max_adapter_mb: int = setting(4096, "largest weight file that an adapter may have, in MiB", at_least=1)
     http_listen: str = setting("", "host:port of the OpenAI HTTP API; port 0: any free one; empty: none")
     console: bool = setting(True, "pages for operators and tenants at /console of the HTTP API's address")
+    drain_s: float = setting(5.0, "how long running requests may go on after a SIGTERM", at_least=0)
     operator_key_file: str = setting("", "file with an operator's key, made where there is none; empty: none")
     token_issuers: str = setting("", "YAML file of the issuers whose JSON web tokens are taken; empty: keys alone")
 

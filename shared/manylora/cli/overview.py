@@ -81,6 +81,8 @@ def _print(status: ClusterStatus) -> None:
         write(f"routers    {', '.join(_router(r) for r in status.routers)}\n")
         if scheduler.etcd.quota_bytes:
             write(f"etcd       {_space(scheduler.etcd)}\n")
+        if status.resumed:
+            write(f"resumed    {status.resumed} times another worker went on with an answer\n")
         write(f"tenants    {status.tenants}, with {status.adapters} adapters\n\n")
         _table(_WORKERS, status.workers, empty="no worker is registered")
         for worker in status.workers:

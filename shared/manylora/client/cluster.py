@@ -375,4 +375,5 @@ class ClusterStatus:
     quarantined_prompts: int
     quarantines: tuple[QuarantineStatus, ...]
     rollouts: tuple[RolloutStatus, ...] = ()
+    resumed: int = 0  # how often another worker went on with an answer, since the routers' start
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # as in Models

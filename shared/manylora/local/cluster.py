@@ -381,6 +381,7 @@ class LocalCluster:
             "tool-parser": self.options.tool_parser,
             "reasoning-parser": self.options.reasoning_parser,
             "http-listen": http or "",
+            "drain-s": "" if self.options.drain_s is None else f"{self.options.drain_s:g}",
             "operator-key-file": str(self.key_file) if index == 0 else "",
         }
         flags = [f"--{name}={value}" for name, value in settings.items() if value]

@@ -580,7 +580,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self, local_only: _Optional[bool] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("base_model", "scheduler", "workers", "routers", "tenants", "adapters", "slos", "slo_counts", "circuits", "quarantined_prompts", "sampling_defaults", "quarantines", "rollouts")
+    __slots__ = ("base_model", "scheduler", "workers", "routers", "tenants", "adapters", "slos", "slo_counts", "circuits", "quarantined_prompts", "sampling_defaults", "quarantines", "resumed", "rollouts")
     BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -593,6 +593,7 @@ class GetStatusResponse(_message.Message):
     QUARANTINED_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINES_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
     ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
     base_model: str
     scheduler: SchedulerStatus
@@ -606,8 +607,9 @@ class GetStatusResponse(_message.Message):
     quarantined_prompts: int
     sampling_defaults: _common_pb2.SamplingParams
     quarantines: _containers.RepeatedCompositeFieldContainer[QuarantineStatus]
+    resumed: int
     rollouts: _containers.RepeatedCompositeFieldContainer[RolloutStatus]
-    def __init__(self, base_model: _Optional[str] = ..., scheduler: _Optional[_Union[SchedulerStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., routers: _Optional[_Iterable[_Union[RouterStatus, _Mapping]]] = ..., tenants: _Optional[int] = ..., adapters: _Optional[int] = ..., slos: _Optional[_Iterable[_Union[SloStatus, _Mapping]]] = ..., slo_counts: _Optional[_Iterable[_Union[SloCounts, _Mapping]]] = ..., circuits: _Optional[_Iterable[_Union[CircuitStatus, _Mapping]]] = ..., quarantined_prompts: _Optional[int] = ..., sampling_defaults: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., quarantines: _Optional[_Iterable[_Union[QuarantineStatus, _Mapping]]] = ..., rollouts: _Optional[_Iterable[_Union[RolloutStatus, _Mapping]]] = ...) -> None: ...
+    def __init__(self, base_model: _Optional[str] = ..., scheduler: _Optional[_Union[SchedulerStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., routers: _Optional[_Iterable[_Union[RouterStatus, _Mapping]]] = ..., tenants: _Optional[int] = ..., adapters: _Optional[int] = ..., slos: _Optional[_Iterable[_Union[SloStatus, _Mapping]]] = ..., slo_counts: _Optional[_Iterable[_Union[SloCounts, _Mapping]]] = ..., circuits: _Optional[_Iterable[_Union[CircuitStatus, _Mapping]]] = ..., quarantined_prompts: _Optional[int] = ..., sampling_defaults: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., quarantines: _Optional[_Iterable[_Union[QuarantineStatus, _Mapping]]] = ..., resumed: _Optional[int] = ..., rollouts: _Optional[_Iterable[_Union[RolloutStatus, _Mapping]]] = ...) -> None: ...
 
 class RolloutStatus(_message.Message):
     __slots__ = ("tenant_id", "name", "in_force", "rollout")

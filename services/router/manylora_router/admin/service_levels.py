@@ -5,7 +5,7 @@ not answer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -25,12 +25,21 @@ GET_STATUS, LIFT_QUARANTINE = _METHODS["GetStatus"], _METHODS["LiftQuarantine"]
 
 
 class ServiceLevels:
-    def __init__(self, *, directory: Directory, others: OtherRouters, slo: SloTracker, guard: Guard) -> None:
+    def __init__(
+        self,
+        *,
+        directory: Directory,
+        others: OtherRouters,
+        slo: SloTracker,
+        guard: Guard,
+        num_resumed: Callable[[], int],
+    ) -> None:
         self._router_id = others.router_id
         self._directory = directory
         self._others = others
         self._slo = slo
         self._guard = guard
+        self._num_resumed = num_resumed
 
     def local(self, tenant_id: str) -> admin_pb2.GetStatusResponse:
         """Of one tenant, or, where it is empty, of all."""
@@ -41,6 +50,7 @@ class ServiceLevels:
             slo_counts=[slo_counts(flow, counts) for flow, counts in counted.items()],
             circuits=[circuit_status(state, self._router_id) for state in circuits],
             quarantined_prompts=self._guard.num_quarantined(now, tenant_id=tenant_id),
+            resumed=0 if tenant_id else self._num_resumed(),
             quarantines=[
                 admin_pb2.QuarantineStatus(
                     tenant_id=each, router_id=self._router_id, prompts=prompts, longest_s=longest_s
@@ -59,6 +69,7 @@ class ServiceLevels:
             slos=self._sums(parts),
             circuits=[circuit for part in parts for circuit in part.circuits],
             quarantined_prompts=sum(part.quarantined_prompts for part in parts),
+            resumed=sum(part.resumed for part in parts),
             quarantines=[quarantine for part in parts for quarantine in part.quarantines],
         )
         return whole, [self._router_id, *(router_id for router_id, answer in heard.items() if answer is not None)]

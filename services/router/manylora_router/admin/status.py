@@ -92,6 +92,7 @@ class ClusterStatus:
             adapters=len(directory.adapters),
             slos=levels.slos,
             circuits=levels.circuits,
+            resumed=levels.resumed,
             quarantined_prompts=levels.quarantined_prompts,
             quarantines=levels.quarantines,
             rollouts=self._rollouts(""),

@@ -51,6 +51,7 @@ class CallCounters:
     completed: int = 0
     failed: int = 0
     cancelled: int = 0
+    resumed: int = 0  # how often another worker went on with an answer
 
 
 class Calls:
@@ -153,6 +154,7 @@ class Call:
         execution = self._execution
         if execution is not None:
             execution.close()
+            self._calls.counters.resumed += len(execution.pauses_s)
             self._describe(execution)
         if self._permit is not None:
             self._end_permit(self._permit, execution.fault if execution is not None else Fault.NO_VERDICT)
