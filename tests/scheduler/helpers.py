@@ -38,6 +38,7 @@ def request(
     priority: int = 0,
     adapter: str | None = None,
     deadline: float | None = None,
+    is_resumed: bool = False,
 ) -> QueuedRequest:
     return QueuedRequest(
         request_id=RequestId(request_id),
@@ -50,6 +51,7 @@ def request(
         adapter_uid=AdapterUid(adapter) if adapter is not None else None,
         adapter_id=adapter or "",
         deadline=deadline,
+        is_resumed=is_resumed,
     )
 
 

@@ -29,6 +29,7 @@ from manylora_scheduler.core.events import (
 )
 from manylora_scheduler.core.reports import FlowTokens, Residency
 from manylora_shared.errors import Code
+from manylora_shared.fairness.costs import PROMPT_TOKEN_COST
 from manylora_shared.ids import QosClass, RequestId, TenantId, WorkerId
 from manylora_shared.tenancy.policy import ClassPolicy, TenantPolicy
 
@@ -484,6 +485,32 @@ def test_a_worker_that_restarts_idle_while_nobody_leads_is_charged_for_all_that_
     new.worker("w0", slots=1)
     new.report("w0", slots=1, flows={acme: FlowTokens(120, 0)})
     assert new.core._flows.served_cost(acme) == 120
+
+
+def test_an_answer_whose_worker_is_lost_comes_before_all_of_its_flow() -> None:
+    desk = Desk(CoreLimits(max_queued=2))
+    desk.worker(slots=1)
+    desk.worker("w1", slots=1)
+    assert grants(desk.enqueue("lost")) == [("lost", "w0")]
+    assert grants(desk.enqueue("other")) == [("other", "w1")]
+    desk.report(slots=1, running=1, started=[started("lost")])
+    desk.report("w1", slots=1, running=1, started=[started("other")])
+    desk.enqueue("first", priority=100)
+    desk.enqueue("second", priority=100)
+    assert isinstance(desk.enqueue("third")[0], SendRefusal), "the queue is full"
+    desk.apply(GrantClosed(1, ROUTER, RequestId("lost"), WorkerId("w0"), reached_worker=False, is_unavailable=True))
+    assert desk.enqueue("lost", is_resumed=True) == [], "it waits in a full queue, too"
+    desk.apply(WorkerLeft(WorkerId("w0")))
+    assert grants(desk.report("w1", slots=1, finished=["other"])) == [("lost", "w1")]
+
+
+def test_what_was_charged_before_a_loss_costs_nothing_again() -> None:
+    desk = Desk()
+    costs = [
+        desk.core.view.expected_cost(request("r", prompt_tokens=1000, is_resumed=is_resumed))
+        for is_resumed in (False, True)
+    ]
+    assert costs[0] - costs[1] == 1000 * PROMPT_TOKEN_COST
 
 
 def test_priority_is_inside_a_flow_only() -> None:

@@ -297,6 +297,26 @@ def test_an_admitted_request_that_comes_again_is_not_refused() -> None:
     assert len(desk.refusals()) == before
 
 
+def test_an_answer_that_is_resumed_is_neither_refused_nor_shed_nor_cut() -> None:
+    desk = Desk()
+    desk.fill(["a"])
+    desk.enqueue("x", BATCH, name="waits")
+    desk.enqueue("x", BATCH, name="resumed", max_new_tokens=4000, is_resumed=True)
+    desk.beyond("x", BATCH)
+    desk.until_level(40)
+    desk.enqueue("x", BATCH, name="late", max_new_tokens=4000, is_resumed=True)
+    desk.wait(2.0)
+    refused = [refusal.request.request_id for refusal in desk.refusals()]
+    assert "waits" in refused
+    assert not {"resumed", "late"} & set(refused)
+    desk.report()
+    desk.apply(Withdrawn(1, RequestId("a-interactive-1")))
+    desk.report(finished=[f"hog{i}" for i in range(desk.slots)])
+    given = [c for c in desk.told if isinstance(c, SendGrant) and c.request.is_resumed]
+    assert given
+    assert not any(grant.max_output_tokens for grant in given)
+
+
 def test_where_everybody_is_above_a_share_it_is_the_clusters_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     def flooded(listed: int) -> Desk:
         monkeypatch.setattr("manylora_scheduler.gates.overload.MAX_LISTED", listed)

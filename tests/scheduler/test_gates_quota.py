@@ -328,3 +328,25 @@ def test_taking_a_quota_away_and_giving_it_back_gives_no_burst() -> None:
     gate.do(PolicyChanged(ACME, policy()))
     gate.do(PolicyChanged(ACME, policy(10, 100)), 1.0)
     assert gate.view().level_tokens == 10
+
+
+def test_an_answer_that_is_resumed_keeps_its_lease_and_settles_once() -> None:
+    gate = Gate(policy(10, 100))
+    assert gate.leased("a", prompt=30, new=20) == 46
+    gate.do(GrantClosed(1, ROUTER, RequestId("a"), WorkerId("w"), reached_worker=False, is_unavailable=True))
+    again = request("a", prompt_tokens=35, max_new_tokens=15, is_resumed=True)
+    leases = [c.tokens for c in gate.do(Enqueued(1, again)) if isinstance(c, SendLease)]
+    assert (leases, gate.view().level_tokens) == ([46], 54), "nothing is debited again"
+    gate.settle("a", 44)
+    assert (gate.view().level_tokens, gate.view().settled_tokens) == (56, 44)
+
+
+def test_a_refusal_of_what_is_resumed_leaves_its_use_to_be_settled() -> None:
+    gate = Gate(policy(10, 100))
+    gate.leased("a", prompt=30, new=20)
+    gate.do(GrantClosed(1, ROUTER, RequestId("a"), WorkerId("w"), reached_worker=False, is_unavailable=True))
+    late = request("a", prompt_tokens=35, max_new_tokens=15, deadline=gate.now, is_resumed=True)
+    assert [type(c) for c in gate.do(Enqueued(1, late)) if not isinstance(c, SendLease)] == [SendRefusal]
+    assert gate.view().settled_tokens == 0
+    gate.settle("a", 33)
+    assert (gate.view().requests, gate.view().settled_tokens) == (0, 33)

@@ -96,6 +96,8 @@ async def test_each_choice_goes_on_where_it_stood() -> None:
         result = await collect(worker.execute(message(n=4, emitted=emitted)), {0: 5, 3: 1})
         assert result.tokens == {0: whole[0][5:], 2: whole[2], 3: whole[3][1:]}
         assert result.finished.output_tokens == 3 + 8 + 7
+        (counted,) = worker.engine.core.flows().values()
+        assert counted == (0, 18), "what is computed again is charged to nobody"
 
 
 BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
