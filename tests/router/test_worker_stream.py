@@ -21,7 +21,7 @@ from router_fakes import (
 )
 
 
-@pytest.mark.parametrize("how", ["gone", "draining", "full"])
+@pytest.mark.parametrize("how", ["gone", "draining", "full", "still running it"])
 def test_worker_that_is_not_reached_goes_unnoticed(how: str) -> None:
     async def test(cluster: RouterCluster) -> None:
         worker = cluster.workers[0]
@@ -29,8 +29,8 @@ def test_worker_that_is_not_reached_goes_unnoticed(how: str) -> None:
             assert worker.server is not None
             await worker.server.stop(0.0)
         else:
-            code = Code.FAILED_PRECONDITION if how == "draining" else Code.RESOURCE_EXHAUSTED
-            worker.refuse_with = RpcError(code, "not now")
+            codes = {"draining": Code.FAILED_PRECONDITION, "full": Code.RESOURCE_EXHAUSTED}
+            worker.refuse_with = RpcError(codes.get(how, Code.ALREADY_EXISTS), "not now")
         answer = await cluster.ask(text_request())
         assert answer.error is None
         assert answer.text == "hello world"

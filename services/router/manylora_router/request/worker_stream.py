@@ -28,13 +28,15 @@ STOP_CHOICE = _METHODS["StopChoice"]
 
 _STOP_CHOICE_TIMEOUT_S = 2.0
 
-# before the first frame: the worker is gone, stopping, full, or under a newer leader; another may have the request
+# before the first frame: the worker is gone, stopping, full, under a newer leader, or still at an attempt whose
+# connection broke; another may have the request
 NOT_REACHED = (
     Code.UNAVAILABLE,
     Code.CANCELLED,
     Code.RESOURCE_EXHAUSTED,
     Code.FAILED_PRECONDITION,
     Code.ABORTED,
+    Code.ALREADY_EXISTS,
 )
 _OUR_FAULT = (Code.INTERNAL, Code.INVALID_ARGUMENT, Code.UNIMPLEMENTED, Code.DATA_LOSS)
 
