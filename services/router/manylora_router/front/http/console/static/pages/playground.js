@@ -113,7 +113,7 @@ export function page(session) {
     running = null;
     [send.disabled, cancel.disabled, again.disabled] = [false, true, false];
     const total = performance.now() - began;
-    const speed = usage && first !== null && total > first ? `, ${((1000 * (usage.completion_tokens - 1)) / (total - first)).toFixed(1)} tokens/s` : "";
+    const speed = usage && first !== null && total - first > 50 ? `, ${((1000 * (usage.completion_tokens - 1)) / (total - first)).toFixed(1)} tokens/s` : "";
     show(shown.foot, problem && h("span", { class: "bad" }, `${problem}. `),
       `first token ${ms(first)}, total ${ms(total)}`, usage ? `, ${usage.prompt_tokens} + ${usage.completion_tokens} tokens${speed}` : "", finish ? `, ${finish}` : "", " ",
       id ? h("a", { href: `#/requests/${id}` }, "its life") : NONE);

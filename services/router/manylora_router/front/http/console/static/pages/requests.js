@@ -111,7 +111,7 @@ function one(session, id) {
       [life.granted_ms, "granted", `after ${ms(life.queue_ms)} in the scheduler's queue${life.attempts > 1 ? `, in attempt ${life.attempts}` : ""}`],
       [life.started_ms, "begun", `by worker ${life.worker_id}${life.adapter ? `; adapter was ${{ device: "on the device", host: "in host memory", store: "in the store" }[life.adapter_found] ?? ""}` : ""}`],
       [life.first_token_ms, "first token", life.cached_prompt_tokens ? `${count(life.cached_prompt_tokens)} prompt tokens came from the cache` : ""],
-      [life.longest_pause_ms > 0 ? life.pause_ended_ms : null, "resumed", `after its longest pause between tokens, ${ms(life.longest_pause_ms)}`],
+      [life.longest_pause_ms > 0 ? life.pause_ended_ms : null, "longest pause ended", `after ${ms(life.longest_pause_ms)} without a token`],
       [life.ended_ms, "ended", `${words(life.outcome)}, ${count(life.completion_tokens)} tokens`],
     ].filter(([at]) => at !== null).sort((a, b) => a[0] - b[0]);
     const decoding = life.first_token_ms !== null && life.last_token_ms > life.first_token_ms;

@@ -18,7 +18,7 @@ export function page(session) {
   const element = h("div", null,
     h("div", { class: "head" }, h("h1", null, session.operator ? "Tenants" : `Tenant ${session.tenant}`),
       h("p", { class: "soft small" }, session.operator
-        ? "Share: of the weighted tokens that the cluster served since the last look. Due: by weight, among the flows that have work. Debt: weighted tokens that a flow is ahead of the one that is served next; others go first until they have come as far."
+        ? "Share: of the weighted tokens that the cluster served since the last look. Due: by weight, among the flows that have work; who asks for less than is due gets what it asks for, and others share the rest. Debt: weighted tokens that a flow is ahead of the one that is served next; others go first until they have come as far."
         : "What your own requests use and wait for.")),
     sharesBox, tableBox, more);
 
@@ -76,7 +76,7 @@ export function page(session) {
     const columns = [
       session.operator && { name: "Tenant", key: (row) => row.tenant, cell: (row) => named(row.tenant) },
       session.operator && { name: "Share", title: "bar: got; mark: due", key: (row) => row.share, cell: (row) => pair(row) },
-      session.operator && { name: "Debt", num: true, title: "weighted tokens ahead of the flow that is next", key: (row) => row.debt, cell: (row) => h("div", { class: "with-bar" }, stack("Debt", [{ name: "debt", value: row.debt, paint: colour(row.tenant) }], mostDebt), count(row.debt)) },
+      session.operator && { name: "Debt", num: true, title: "weighted tokens ahead of the flow that is next", key: (row) => row.debt, cell: (row) => h("div", { class: "with-bar" }, stack("Debt", [{ name: "debt", value: row.debt, paint: colour(row.tenant) }], mostDebt), h("span", null, count(row.debt))) },
       { name: "Weighted tokens/s", num: true, key: (row) => row.rate, cell: (row) => rate(row.rate) },
       { name: "Running", num: true, key: (row) => row.running, cell: (row) => count(row.running) },
       { name: "Queued", num: true, key: (row) => row.queued, cell: (row) => count(row.queued) },

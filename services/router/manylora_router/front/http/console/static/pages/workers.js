@@ -42,7 +42,7 @@ export function page(session) {
       h("h2", null, worker.worker_id, " ", h("span", { class: `small ${state[0]}` }, state[1])),
       h("p", { class: "soft small" }, `${worker.device || "device unknown"} at ${worker.address}`),
       worker.kept_out && h("p", { class: "notice bad" }, worker.kept_out),
-      bar("Slots", `${count(Math.min(worker.running, worker.sequence_slots))} of ${count(worker.sequence_slots)} in use${worker.running > worker.sequence_slots ? `, ${count(worker.running - worker.sequence_slots)} sequences wait for one` : ""}`,
+      bar("Slots", `${count(Math.min(worker.running, worker.sequence_slots))} of ${count(worker.sequence_slots)} in use${worker.running > worker.sequence_slots ? `, ${count(worker.running - worker.sequence_slots)} more wait for one` : ""}`,
         stack("Slots", [{ name: "in use", value: Math.min(worker.running, worker.sequence_slots), paint: "var(--soft)" }], worker.sequence_slots, true)),
       bar("KV memory", total ? `${bytes(held)} of ${bytes(total)} (${part(held / total)})` : NONE, stack("KV memory", kv, total, true)),
       bar("Adapter memory", worker.device_adapter_bytes ? `${bytes(adapterBytes)} of ${bytes(worker.device_adapter_bytes)}` : bytes(adapterBytes), stack("Adapter memory", adapters, worker.device_adapter_bytes, true)),
