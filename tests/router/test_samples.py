@@ -40,6 +40,18 @@ def test_an_hour_is_kept() -> None:
     assert samples.steps[0].total.completion_tokens == 50
 
 
+def test_the_most_used_are_those_of_the_hour_alone() -> None:
+    samples = Samples()
+    samples.tokens_came("past", 1 << 40)
+    samples.close_step({}, 0.0)
+    for number in range(NUM_STEPS):
+        samples.tokens_came("acme", number + 1)
+        samples.tokens_came("other", 1)
+        samples.close_step({}, float(number))
+    assert samples.most_used(5) == ["acme", "other"]
+    assert samples._used["acme"] == sum(row.completion_tokens for row in samples.rows("acme") if row is not None)
+
+
 def test_of_many_tenants_the_busiest_are_named_and_all_are_in_the_total() -> None:
     samples = Samples()
     for number in range(MAX_COUNTED + 100):

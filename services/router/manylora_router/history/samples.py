@@ -5,6 +5,7 @@ A step names the tenants that used most in it, and all others are in its total a
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -92,6 +93,7 @@ class Samples:
         self.steps: deque[Step] = deque(maxlen=NUM_STEPS)
         self._total = _Counting()
         self._tenants: dict[str, _Counting] = {}
+        self._used: Counter[str] = Counter()  # tokens by tenant in `steps`
 
     def begin(self, now: float) -> None:
         self.began_at = self.closed_at = now
@@ -122,7 +124,11 @@ class Samples:
         total = Standing(sum(s.waiting for s in standing.values()), sum(s.running for s in standing.values()))
         named = {tenant: counted[tenant].row(*standing.get(tenant, none)) for tenant in order[:MAX_TENANTS]}
         number = self.steps[-1].number + 1 if self.steps else 0
+        if len(self.steps) == NUM_STEPS:
+            self._use(self.steps[0], -1)
+            self._used = +self._used  # without those that have none left
         self.steps.append(Step(number, self._total.row(*total), named, len(order) - len(named)))
+        self._use(self.steps[-1], 1)
         self._total, self._tenants = _Counting(), {}
 
     def rows(self, tenant: str) -> list[Row | None]:
@@ -131,11 +137,11 @@ class Samples:
 
     def most_used(self, most: int) -> list[str]:
         """The tenants with most tokens in the steps that are known."""
-        used: Counter[str] = Counter()
-        for step in self.steps:
-            for tenant, row in step.tenants.items():
-                used[tenant] += row.prompt_tokens + row.completion_tokens
-        return [tenant for tenant, _ in sorted(used.items(), key=lambda each: (-each[1], each[0]))[:most]]
+        return heapq.nsmallest(most, self._used, key=lambda tenant: (-self._used[tenant], tenant))
+
+    def _use(self, step: Step, sign: int) -> None:
+        for tenant, row in step.tenants.items():
+            self._used[tenant] += sign * (row.prompt_tokens + row.completion_tokens)
 
     def _counted(self, tenant: str) -> Sequence[_Counting]:
         found = self._tenants.get(tenant)

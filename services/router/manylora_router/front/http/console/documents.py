@@ -92,6 +92,8 @@ def _one(value: Any, field: Any) -> Any:
 
 # The last hour
 
+_DRAWN = ("prompt_tokens", "completion_tokens")  # of each of many tenants
+
 
 def history_document(samples: Samples, tenant: str, unix: Unix) -> dict[str, Any]:
     """Empty: of all tenants, with the greatest in series of their own."""
@@ -101,13 +103,14 @@ def history_document(samples: Samples, tenant: str, unix: Unix) -> dict[str, Any
         "most_steps": NUM_STEPS,
         "began_unix_s": unix(samples.began_at),
         "ended_unix_s": unix(samples.closed_at),
-        "series": _series(samples.rows(tenant)),
-        "tenants": [{"tenant": each, "series": _series(samples.rows(each))} for each in drawn],
+        "series": _series(samples.rows(tenant), Row._fields),
+        "tenants": [{"tenant": each, "series": _series(samples.rows(each), _DRAWN)} for each in drawn],
     }
 
 
-def _series(rows: list[Row | None]) -> dict[str, list[Any]]:
-    return {name: [row[index] if row is not None else None for row in rows] for index, name in enumerate(Row._fields)}
+def _series(rows: list[Row | None], names: Iterable[str]) -> dict[str, list[Any]]:
+    indices = {name: Row._fields.index(name) for name in names}
+    return {name: [row[index] if row is not None else None for row in rows] for name, index in indices.items()}
 
 
 # Adapters
