@@ -159,10 +159,12 @@ def check_windows(calls: Sequence[Call], leased: Sequence[tuple[float, int]], *,
 
 def deliveries(calls: Sequence[Call]) -> list[tuple[float, int]]:
     """When callers got how many tokens, in order of time: what was computed of prompts included, with their first
-    frame, less what was cached of them. Where the end was not seen, all of the prompt may have been."""
+    frame, less what was cached of them. Where the end was not seen, or a deadline came before the worker's word, nobody
+    told how much that is, and it counts nothing."""
     got: list[tuple[float, int]] = []
     for call in calls:
-        usage = call.finished.usage if call.finished is not None else common_pb2.Usage()
+        is_told = call.finished is not None and not is_cut_by_deadline(call)
+        usage = call.finished.usage if is_told else common_pb2.Usage()
         prompt = usage.prompt_tokens - usage.cached_prompt_tokens
         for at, frame in zip(call.frame_times, call.frames, strict=True):
             tokens = prompt * frame.HasField("started") + len(frame.delta.token_ids)
