@@ -30,7 +30,12 @@ def test_a_result_is_the_sum_of_its_events() -> None:
     assert (result.text, result.token_ids, result.finish_reason) == ("hello", (1, 2, 3), "stop")
     assert [(choice.text, choice.finish_reason) for choice in result.choices] == [("hello", "stop"), ("x", "length")]
     told = result.to_json()
-    assert told["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "cached_prompt_tokens": 0}
+    assert told["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 4,
+        "cached_prompt_tokens": 0,
+        "resumed": 0,
+    }
     assert len(told["choices"]) == 2
     assert "degraded" not in told
 

@@ -65,7 +65,7 @@ def test_every_field_of_another_type_is_refused_by_name(record: Any) -> None:
             if isinstance(right, dict)
             else WRONG + more
         )
-        for wrong in wrongs:
+        for wrong in (each for each in wrongs if not (isinstance(right, bool) and each is True)):
             data = json.dumps({**values, name: wrong}).encode()
             with pytest.raises(ValueError, match=rf"{kind.__name__}\.{name}(\[0\]|\.a)?: must be "):
                 kind.from_json(data)
