@@ -35,6 +35,57 @@ async def test_long_headers_are_refused(whole: bool) -> None:
         assert answer.startswith(b"HTTP/1.1 400 ")
 
 
+@pytest.mark.parametrize("with_key", [False, True])
+@pytest.mark.parametrize(
+    ("begun", "more"),
+    [
+        (b"2\r\n{}\r\n0\r\n", b"x-more: " + b"a" * 500 + b"\r\n"),
+        (b"2\r\n{}\r\n0\r\n", b"a"),
+        (b"2\r\n{}\r\n1;x=", b"a" * 500),
+    ],
+)
+async def test_trailers_and_extensions_without_an_end_are_cut_off(begun: bytes, more: bytes, with_key: bool) -> None:
+    """They were kept, as long as the connection stood: a stranger's five seconds were half a gigabyte."""
+    async with http_front() as front:
+        host, _, port = front.server.address.rpartition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        authorization = f"authorization: Bearer {front.key}\r\n" if with_key else ""
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{authorization}transfer-encoding: chunked\r\n\r\n"
+        writer.write(head.encode() + begun)
+        with pytest.raises(ConnectionError):
+            await _send(writer, more * 100, 16 << 20)
+        writer.close()
+        with pytest.raises(ConnectionError):
+            await writer.wait_closed()
+
+
+async def test_requests_behind_one_another_are_bounded() -> None:
+    """A stranger's connection that sent thousands, and read no answer, took twenty megabytes."""
+    one = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    last = one.replace(b"host: x", b"connection: close")
+    async with http_front() as front:
+        assert (await front.raw(one * connection.MAX_PIPELINED + last)).count(
+            b" 200 OK"
+        ) == connection.MAX_PIPELINED + 1
+        assert (await front.raw(one * 200 + last)).count(b" 200 OK") == 0
+
+
+async def _send(writer: asyncio.StreamWriter, data: bytes, size_bytes: int) -> None:
+    for _ in range(size_bytes // len(data)):
+        writer.write(data)
+        await writer.drain()
+        await asyncio.sleep(0)
+
+
+async def test_a_body_in_small_chunks_is_a_body() -> None:
+    async with http_front() as front:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {front.key}\r\nconnection: close\r\n"
+        body = b'{"model": "tiny", "max_tokens": 1, "prompt": "ab", "user": "' + b"a" * 40_000 + b'"}'
+        chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+        whole = head.encode() + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\nx-trailer: 1\r\n\r\n"
+        assert (await front.raw(whole)).startswith(b"HTTP/1.1 200")
+
+
 async def test_garbage_is_refused() -> None:
     async with http_front() as front:
         for data in (

@@ -21,6 +21,7 @@ MAX_HEADER_BYTES = 16 * 1024
 HEADER_TIMEOUT_S = 10.0
 LINGER_S = 5.0  # after an answer, for the rest of a body that was not read
 _TOO_LONG = "the headers are too long"
+MAX_PIPELINED = 32  # requests behind the one that is answered; each takes 3 KiB, and its bytes thirty
 MAX_CONNECTIONS = 8192
 KEPT_CONNECTIONS = 512  # of these, for peers that have few
 
@@ -33,9 +34,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._peer: str | None = None
         self.owner = STRANGER  # whose key came over it last
         self.made_at = 0.0
-        self._header_bytes = 0
+        self._bare_bytes = 0  # without a body in them: of headers, trailers, chunks' extensions
         self._is_in_headers = True
-        self._has_completed = False  # a request, by the last bytes
+        self._has_brought = False  # some of a body, or a request's end, by the last bytes
         self._expiry: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -60,27 +61,39 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_in_headers and self._expiry is None:
             self._expire_in(HEADER_TIMEOUT_S)
-        self._has_completed = False
+        self._has_brought = False
         super().data_received(data)
-        if self._is_in_headers and not self._has_completed and not self.transport.is_closing():
-            self._header_bytes += len(data)
-            if self._header_bytes > MAX_HEADER_BYTES:
+        if self._has_brought or self.transport.is_closing():
+            return
+        self._bare_bytes += len(data)
+        if self._bare_bytes > MAX_HEADER_BYTES:
+            if self._is_in_headers:
                 self.send_400_response(_TOO_LONG)
+            else:
+                self.transport.abort()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["state"].update(abort=self.transport.abort, vouch=self.vouch)
 
     def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self.transport.abort()
+            raise ValueError("too many requests at once")  # the parser's error: the rest of the bytes is not looked at
         self._is_in_headers = False
-        self._header_bytes = 0
+        self._bare_bytes = 0
         self._stop_expiry()
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
             raise ValueError(_TOO_LONG)  # the parser's error: answered by 400
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        self._has_brought = True
+        self._bare_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
-        self._is_in_headers = self._has_completed = True
+        self._is_in_headers = self._has_brought = True
         self._stop_expiry()
         super().on_message_complete()
 
@@ -98,6 +111,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """In OpenAI's form, with a word to those who speak another protocol."""
+        if self.transport.is_closing():
+            return
         takes = "HTTP/1.1" if self.scheme == "https" else "HTTP/1.1 without TLS"
         refusal = InvalidRequest(f"{msg}: this port takes {takes}; gRPC has a port of its own")
         body = json.dumps(ErrorForm().document(refusal, {})).encode()
