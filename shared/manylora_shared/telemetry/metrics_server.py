@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import socket
 import ssl
@@ -12,7 +13,8 @@ from manylora_shared.address import join_address, parse_address
 from manylora_shared.telemetry.source import Telemetry
 
 _TIMEOUT_S = 10.0
-_AT_ONCE = 8  # connections; more are closed
+_AT_ONCE = 8  # connections; another one takes the oldest's place, which had time to ask and to read
+_GOES_WITHIN_S = 1.0  # a connection that is cut off
 
 
 class MetricsServer:
@@ -46,22 +48,39 @@ class _Server(http.server.ThreadingHTTPServer):
         self.telemetry = telemetry
         self._tls = tls
         self._places = threading.BoundedSemaphore(_AT_ONCE)
+        self._lock = threading.Lock()
+        self._served: dict[Any, socket.socket] = {}  # by the client's address, the oldest first
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        if not self._places.acquire(blocking=False):
+            self._cut_oldest()
+            if not self._places.acquire(timeout=_GOES_WITHIN_S):
+                self.shutdown_request(request)
+                return
+        with self._lock:
+            self._served[client_address] = request
+        super().process_request(request, client_address)
+
+    def _cut_oldest(self) -> None:
+        with self._lock, contextlib.suppress(OSError):  # it goes by itself
+            for oldest in list(self._served)[:1]:
+                self._served.pop(oldest).shutdown(socket.SHUT_RDWR)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             request.settimeout(_TIMEOUT_S)
             if self._tls is not None:
-                request = self._tls.wrap_socket(request, server_side=True)
+                request = self._tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+                with self._lock:
+                    if client_address in self._served:
+                        self._served[client_address] = request
+                request.do_handshake()
             super().process_request_thread(request, client_address)
         except OSError:
             self.shutdown_request(request)  # a handshake that failed
         finally:
+            with self._lock:
+                self._served.pop(client_address, None)
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
