@@ -31,6 +31,9 @@ SECRET = "s3cr3t-" * 4
         f"Bearer%20{SECRET}",
         f"key mlk-{SECRET}",
         f"MLK-{SECRET}",
+        f"mlk%2d{SECRET}",
+        f"token eyJhbGciOiJSUzI1NiJ9.eyJzdWIiOiIxIn0.{SECRET}",
+        f"cannot reach https://user:{SECRET}@models.internal/a",
     ],
 )
 def test_secrets_are_removed(text: str) -> None:
@@ -57,7 +60,20 @@ def test_long_texts_keep_both_ends() -> None:
     assert shortened("ab" + "x" * 100 + "yz", 4) == "ab ... [104 characters] ... yz"
 
 
-@pytest.mark.parametrize("piece", ["authorization: '", "mlk-", "bearer ", "authorization, ", "\\'", "authorization:\\"])
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "authorization: '",
+        "mlk-",
+        "mlk%2d",
+        "eyJaaaaaaa.",
+        "://a",
+        "bearer ",
+        "authorization, ",
+        "\\'",
+        "authorization:\\",
+    ],
+)
 def test_no_text_takes_long(piece: str) -> None:
     with frozen_heap():
         before_s = time.thread_time()

@@ -16,7 +16,9 @@ _NAMED = re.compile(
     re.DOTALL | re.VERBOSE | re.IGNORECASE,
 )
 _BEARER = re.compile(r"\bbearer(?:\s|%20|\+)+[^\s'\",;)\]}]+", re.IGNORECASE)
-_KEY = re.compile(r"mlk-[0-9a-z_-]*", re.IGNORECASE)
+_KEY = re.compile(r"mlk(?:-|%2d)(?:[0-9a-z_-]|%2d)*", re.IGNORECASE)
+_WEB_TOKEN = re.compile(r"\beyJ[\w-]{6,}\.[\w-]+\.[\w-]*")
+_IN_ADDRESS = re.compile(r"(?<=://)[^/?#\s@'\"]{1,512}@")  # a user and password
 
 
 def shortened(text: str, limit: int) -> str:
@@ -41,4 +43,5 @@ class Redaction:
             text = text.replace(secret, REMOVED)
         text = _NAMED.sub(lambda found: found["before"] + (found["quote"] or "") + REMOVED, text)
         text = _BEARER.sub(f"Bearer {REMOVED}", text)
+        text = _IN_ADDRESS.sub(f"{REMOVED}@", _WEB_TOKEN.sub(REMOVED, text))
         return shortened(_KEY.sub(f"mlk-{REMOVED}", text), limit)
