@@ -157,11 +157,18 @@ def test_claims_are_mapped() -> None:
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    checked = tokens()
+    """Strangers' tokens drove out right ones, and each then cost a look at all that were remembered."""
+    checked, right = tokens(), token()
+    checked.principal(right, 5.0)
     for i in range(MAX_KNOWN + 10):
         with pytest.raises(Unauthenticated):
             checked.principal(f"a.b.{i}", 5.0)
-    assert len(checked._known) == MAX_KNOWN
+    assert len(checked._refused) == MAX_KNOWN
+    assert checked.recall("a.b.9", 5.0) is None
+    with pytest.raises(Unauthenticated):
+        checked.recall("a.b.10", 5.0)
+    assert checked.recall(right, 5.0) is not None
+    assert all(error.__traceback__ is None for error, _ in checked._refused.values()), "it keeps what the call had"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import jwt
@@ -19,9 +19,10 @@ ALGORITHMS = ("RS256", "ES256")
 LEEWAY_S = 30.0
 MAX_TOKEN_CHARS = 8 * 1024
 REFUSED_S = 10.0  # for so long a wrong token is known to be one
-MAX_KNOWN = 4_096
+MAX_KNOWN = 4_096  # right tokens, and as many wrong ones: these drive out none of those
 _LAST_S = 253_402_300_799.0  # the year 9999
 
+V = TypeVar("V")
 KeyState = Literal["unknown", "asked"]  # asked: the issuer's keys are being fetched
 KeyOf = Callable[["Issuer", str | None], jwt.PyJWK | KeyState]
 
@@ -97,31 +98,26 @@ class Tokens:
     def __init__(self, issuers: Sequence[Issuer], key_of: KeyOf) -> None:
         self._issuers = {each.issuer: each for each in issuers}
         self._key_of = key_of
-        self._known: dict[bytes, tuple[Principal | ManyloraError, float]] = {}
+        self._known: dict[bytes, tuple[Principal, float]] = {}
+        self._refused: dict[bytes, tuple[ManyloraError, float]] = {}
 
     def recall(self, token: str, now: float) -> Principal | None:
         """Of a token that was looked at lately: it costs next to nothing. Raises as `principal` does."""
-        known = self._known.get(_digest(token))
-        if known is None or known[1] <= now:
-            return None
-        if isinstance(known[0], ManyloraError):
-            raise type(known[0])(known[0].message)
-        return known[0]
+        digest = _digest(token)
+        refused = self._refused.get(digest)
+        if refused is not None and refused[1] > now:
+            raise type(refused[0])(refused[0].message)
+        known = self._known.get(digest)
+        return known[0] if known is not None and known[1] > now else None
 
     def principal(self, token: str, now: float) -> Principal:
         """Raises Unauthenticated, PermissionDenied, or ServiceUnavailable while its key is fetched."""
-        found: Principal | ManyloraError
         try:
             found, until = self._read(token, now)
         except (Unauthenticated, PermissionDenied) as e:
-            found, until = e, now + REFUSED_S
-        if len(self._known) >= MAX_KNOWN:
-            self._known = {each: known for each, known in self._known.items() if known[1] > now}
-        if len(self._known) >= MAX_KNOWN:
-            del self._known[next(iter(self._known))]
-        self._known[_digest(token)] = found, until
-        if isinstance(found, ManyloraError):
-            raise found
+            _keep(self._refused, token, (type(e)(e.message), now + REFUSED_S))  # without what it came through
+            raise
+        _keep(self._known, token, (found, until))
         return found
 
     def _read(self, token: str, now: float) -> tuple[Principal, float]:
@@ -173,6 +169,12 @@ class Tokens:
         except jwt.InvalidTokenError:
             raise no_key() from None
         return issuer, claims
+
+
+def _keep(kept: dict[bytes, V], token: str, value: V) -> None:
+    if len(kept) >= MAX_KNOWN:
+        del kept[next(iter(kept))]
+    kept[_digest(token)] = value
 
 
 def _digest(token: str) -> bytes:
