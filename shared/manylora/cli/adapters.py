@@ -74,7 +74,7 @@ def _row(adapter: AdapterInfo) -> tuple[object, ...]:
     return (
         adapter.tenant_id,
         adapter.name,
-        adapter.number,
+        f"{adapter.number} ({adapter.state})" if adapter.state else adapter.number,
         adapter.version[:12],
         adapter.max_lora_rank,
         f"{adapter.size_bytes / 1e6:.2f} MB",

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from manylora.v1 import admin_pb2, worker_pb2
 from manylora_shared.coordination.records import AdapterRecord
 from manylora_shared.errors import InvalidRequest, NotFound, Unready
-from manylora_shared.ids import AdapterDigest, AdapterName, TenantId
+from manylora_shared.ids import AdapterDigest, AdapterName, TenantId, is_digest
 from manylora_shared.process.clock import WallClock
 from manylora_shared.stores.documents import REPORTS, SAMPLES, Documents, path_of
 from manylora_shared.telemetry.logs import fields
@@ -96,7 +96,7 @@ class AdapterValidation:
 
     async def report(self, tenant_id: str, version: AdapterVersion) -> bytes:
         """Raises NotFound."""
-        if not version.report:
+        if not is_digest(version.report):
             raise NotFound(f"number: version {version.number} has no report")
         data = await self._documents.get(path_of(tenant_id, REPORTS, version.report))
         if digest_of(data) != version.report:
