@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from manylora_router.admin import versions
 from manylora_shared.coordination import keys
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.stores.adapter_files import CONFIG_NAME, WEIGHTS_NAME
@@ -97,7 +98,9 @@ def test_a_stream_keeps_its_version_and_its_files_stay() -> None:
     simulate(test)
 
 
-def test_a_rollout_that_judges_itself_begins_with_its_first_step_and_stands_in_the_status() -> None:
+def test_a_rollout_that_judges_itself_begins_with_its_first_step_and_stands_in_the_status(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def test(cluster: RouterCluster) -> None:
         await add_two(cluster)
         for auto, said in (({"steps": [9, 3]}, "steps must grow"), ({"step_limit_s": 0.1}, "step_limit_s")):
@@ -116,6 +119,13 @@ def test_a_rollout_that_judges_itself_begins_with_its_first_step_and_stands_in_t
         assert list((await call(cluster, "GetStatus")).rollouts) == []
         cluster._client = own
         await channel.close()
+        for most, whose in (("MAX_TRIALS_OF_TENANT", "this tenant"), ("MAX_TRIALS", "all tenants")):
+            monkeypatch.setattr(versions, most, 0)
+            with pytest.raises(RpcError, match=f"auto: 0 rollouts of {whose} judge themselves now"):
+                await call(cluster, "RolloutAdapter", **NAME, to=2, auto={})
+            monkeypatch.undo()
+        again = (await call(cluster, "RolloutAdapter", **NAME, to=2, auto={})).line
+        assert [event.change for event in again.events] == ["add", "rollout", "rollout"]
         by_hand = (await call(cluster, "RolloutAdapter", **NAME, to=2, percent=7)).line.rollout
         assert (by_hand.percent, by_hand.HasField("auto")) == (7, False), "a person's word ends the trial"
 

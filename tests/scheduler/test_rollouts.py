@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from manylora.v1 import scheduler_pb2
-from manylora_scheduler.serving.rollouts import FORGET_S, JUDGE_S, MAX_TRIALS, SAVE_S, Rollouts
+from manylora_scheduler.serving.rollouts import FORGET_S, JUDGE_S, SAVE_S, Rollouts
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import StoreUnavailable, TxnResult
 from manylora_shared.coordination.records import AdapterRecord
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.tenancy.adapter_line import AdapterVersion, Line
-from manylora_shared.tenancy.trial import Plan
+from manylora_shared.tenancy.trial import MAX_TRIALS, Plan
 from manylora_sim.clock import FakeClock
 from manylora_sim.loop import run
 from manylora_sim.store import MemoryStore, MemoryStoreServer

@@ -126,15 +126,15 @@ def test_a_version_that_fails_goes_back(seed: int) -> None:
 def _all_are_stable(original: Any) -> Any:
     def of(self: Any, tenant: Any, adapter: Any) -> Any:
         counts = original(self, tenant, adapter)
-        return None if counts is None else self._counts[tenant, adapter.name, adapter.trial][1]
+        return None if counts is None else self._counts[tenant, adapter.parts[0].name, adapter.trial][1]
 
     return of
 
 
 def _counts_stay(original: Any) -> Any:
-    def take(self: Any, standing: Any) -> Any:
+    def take(self: Any) -> Any:
         counts = self._counts
-        found = original(self, standing)
+        found = original(self)
         self._counts = counts
         return found
 

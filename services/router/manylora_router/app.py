@@ -352,10 +352,11 @@ class RouterApp:
         while True:
             await asyncio.sleep(TRIALS_S)
             calls.metrics.rollouts_stand(self.directory.rollouts)
+            calls.trials.stand(self.directory.trials)
             for answer in calls.feedback.due(loop.time()):
                 calls.scored(answer)
             if self.scheduler.is_connected:
-                for key, counts in calls.trials.take(self.directory.trials).items():
+                for key, counts in calls.trials.take().items():
                     self.scheduler.tell_trial(trial_counts(*key, counts))
 
     async def _close_steps(self) -> None:

@@ -22,6 +22,7 @@ STEPS = (1, 10, 50)  # percent; after the last it is promoted
 MIN_REQUESTS = 200  # of each version in each step
 STEP_LIMIT_S = 24 * 3600.0
 MAX_STEPS = 16
+MAX_TRIALS = 256  # of all tenants, at a time
 MAX_STEP_LIMIT_S = 30 * 86_400.0
 MIN_OUTCOMES = 10  # of the canary, before an alarm is believed
 MAX_PAUSE_S = 60.0  # outcomes that find none of the other version in this time are not compared

@@ -19,7 +19,7 @@ from manylora_shared.process.clock import WallClock
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.adapter_line import Line, LineProblem, Sticky
 from manylora_shared.tenancy.identity import AUTHORIZATION_KEY, TENANT_SCOPES, Scope
-from manylora_shared.tenancy.trial import MIN_REQUESTS, STEP_LIMIT_S, STEPS, Plan
+from manylora_shared.tenancy.trial import MAX_TRIALS, MIN_REQUESTS, STEP_LIMIT_S, STEPS, Plan
 from manylora_shared.transport.base import ServerCall
 
 from manylora_router.links.callers import Callers
@@ -29,6 +29,7 @@ from manylora_router.links.wire import adapter_line
 _LOG = logging.getLogger(__name__)
 _MAX_CONFLICTS = 8
 _SALT_BITS = 64
+MAX_TRIALS_OF_TENANT = 16  # rollouts that judge themselves, at a time
 
 
 class AdapterVersions:
@@ -99,11 +100,23 @@ class AdapterVersions:
         salt = f"{self._rng.getrandbits(_SALT_BITS):016x}"
         sticky = request.sticky or Sticky.REQUEST
         plan = _plan(request.auto, trial=salt) if request.HasField("auto") else None
+        if plan is not None:
+            self._check_room(request, call)
 
         def change(line: Line, now: float) -> Line:
             return line.roll_out(request.to, request.percent, sticky, salt, now, plan)
 
         return admin_pb2.RolloutAdapterResponse(line=await self._change(request.tenant_id, request.name, call, change))
+
+    def _check_room(self, request: admin_pb2.RolloutAdapterRequest, call: ServerCall) -> None:
+        """Raises InvalidRequest where as many rollouts judge themselves as may."""
+        caller = self._callers.known(call.metadata.get(AUTHORIZATION_KEY, ""), call.peer)
+        tenant_id = caller.require_tenant(request.tenant_id, [Scope.ADMIN])
+        others = [each[:2] for each in self._directory.trials if each[:2] != (tenant_id, request.name)]
+        own = [each for each in others if each[0] == tenant_id]
+        for found, whose, most in ((own, "this tenant", MAX_TRIALS_OF_TENANT), (others, "all tenants", MAX_TRIALS)):
+            if len(found) >= most:
+                raise InvalidRequest.of("auto", f"{most} rollouts of {whose} judge themselves now, as many as may")
 
     async def promote(
         self, request: admin_pb2.PromoteAdapterRequest, call: ServerCall

@@ -11,8 +11,6 @@ from manylora_shared.tenancy.trial import SCORE_LEVELS, VersionCounts
 
 from manylora_router.guard.admission import Adapter
 
-MAX_TRIALS = 256  # of others nothing is counted, and their time runs out
-
 TrialKey = tuple[TenantId, AdapterName, str]
 Counts = tuple[VersionCounts, VersionCounts]  # of canary and stable
 
@@ -29,8 +27,14 @@ class Outcome:
 
 
 class Trials:
+    """Counts for those that stand, whose number AdminService bounds."""
+
     def __init__(self) -> None:
         self._counts: dict[TrialKey, Counts] = {}
+
+    def stand(self, keys: Collection[TrialKey]) -> None:
+        """From now on; of others what was counted is forgotten."""
+        self._counts = {key: self._counts.get(key) or (VersionCounts(), VersionCounts()) for key in keys}
 
     def ended(self, tenant: TenantId, adapter: Adapter, outcome: Outcome) -> None:
         counts = self._of(tenant, adapter)
@@ -51,18 +55,16 @@ class Trials:
         if counts is not None:
             _count(counts.scores, round(score * SCORE_LEVELS))
 
-    def take(self, standing: Collection[TrialKey]) -> dict[TrialKey, Counts]:
-        """Of all that stand, empty ones too; of the others nothing is kept."""
-        counts, self._counts = self._counts, {}
-        return {key: counts.get(key) or (VersionCounts(), VersionCounts()) for key in standing}
+    def take(self) -> dict[TrialKey, Counts]:
+        """Of all that stand, empty ones too."""
+        counts, self._counts = self._counts, {key: (VersionCounts(), VersionCounts()) for key in self._counts}
+        return counts
 
     def _of(self, tenant: TenantId, adapter: Adapter) -> VersionCounts | None:
         if not adapter.trial:
             return None
-        key = tenant, adapter.parts[0].name, adapter.trial
-        if key not in self._counts and len(self._counts) >= MAX_TRIALS:
-            return None
-        return self._counts.setdefault(key, (VersionCounts(), VersionCounts()))[0 if adapter.is_canary else 1]
+        counts = self._counts.get((tenant, adapter.parts[0].name, adapter.trial))
+        return counts[0 if adapter.is_canary else 1] if counts is not None else None
 
 
 def _count(counts: dict[int, int], key: int) -> None:

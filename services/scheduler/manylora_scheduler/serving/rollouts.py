@@ -20,12 +20,11 @@ from manylora_shared.process.clock import WallClock
 from manylora_shared.telemetry import Attribute, Metrics, Telemetry
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.adapter_line import Line, Rollout
-from manylora_shared.tenancy.trial import Decision, Plan, Progress, Trial, Verdict, VersionCounts
+from manylora_shared.tenancy.trial import MAX_TRIALS, Decision, Plan, Progress, Trial, Verdict, VersionCounts
 
 _LOG = logging.getLogger(__name__)
 JUDGE_S = 1.0
 SAVE_S = 10.0
-MAX_TRIALS = 256  # at a time; of others nothing is heard
 FORGET_S = 60.0  # one that no router tells of
 
 Key = tuple[str, str, str]  # tenant, name and trial
