@@ -102,7 +102,7 @@ async def play(cluster: UpCluster, disturb: str = "") -> list[Answer]:
     return answers
 
 
-@pytest.mark.parametrize("disturb", ["SIGKILL", "SIGTERM", "drain"])
+@pytest.mark.parametrize("disturb", ["SIGKILL", "drain", pytest.param("SIGTERM", marks=pytest.mark.wide)])
 async def test_answers_of_a_worker_that_goes_are_those_of_one_that_stays(whole: UpCluster, disturb: str) -> None:
     undisturbed = await play(whole)
     assert not any(answer.finished.usage.resumed for answer in undisturbed)
