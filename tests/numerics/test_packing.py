@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from manylora_shared.ids import AdapterUid
+from manylora_shared.ids import AdapterUid, TenantId
 from manylora_worker.weights import packing as packing_module
 from manylora_worker.weights.packing import ModuleWeights, Packing, Scratch, StoredMatrix, kind_of
 from manylora_worker.weights.sites import Site, Slot
@@ -37,11 +37,12 @@ def test_a_is_stacked_and_b_transposed_and_scaled(scale: float, stored: torch.dt
         assert torch.equal(slot.b, b)
 
 
-def test_a_kind_is_configuration_header_and_size() -> None:
-    kind = kind_of(b"config", b"header", 5)
+def test_a_kind_is_configuration_header_and_size_of_one_owner() -> None:
+    acme, bolt = TenantId("acme"), TenantId("bolt")
+    kinds = [kind_of(owner, b"config", b"header", 5) for owner in (acme, bolt, None)]
     others = [(b"config", b"header", 6), (b"config", b"headers", 5), (b"configh", b"eader", 5), (b"", b"", 5)]
-    assert kind == kind_of(b"config", b"header", 5)
-    assert kind not in [kind_of(*each) for each in others]
+    assert kinds[0] == kind_of(acme, b"config", b"header", 5)
+    assert len({*kinds, *(kind_of(acme, *each) for each in others)}) == 7
 
 
 def test_memory_is_given_out_again_but_what_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from manylora_shared.ids import AdapterUid
+from manylora_shared.ids import AdapterUid, TenantId, adapter_uid, digest_of
 from manylora_shared.stores.adapter_files import adapter_digest
 from manylora_worker.weights import source
 from manylora_worker.weights.layout import HostAdapter
@@ -107,7 +107,9 @@ def test_a_known_kind_is_not_checked_again(folder: Folder, monkeypatch: pytest.M
     folder.read()
     monkeypatch.delattr(source, "_check")
     folder.change(lambda t: t.update({k: torch.randn_like(v) for k, v in t.items()}))
-    folder.read()
+    digest = digest_of(folder.read().uid)
+    with pytest.raises(NameError):  # not for the copy of a tenant that has had none
+        folder.read(expected_uid=adapter_uid(digest, TenantId("acme")))
 
 
 def test_another_configuration_is_another_kind(folder: Folder) -> None:

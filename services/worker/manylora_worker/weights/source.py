@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from manylora_shared.errors import FieldViolation, InvalidRequest
-from manylora_shared.ids import AdapterUid, adapter_uid, digest_of
+from manylora_shared.ids import AdapterUid, adapter_uid, digest_of, owner_of
 from manylora_shared.stores.adapter_files import (
     CONFIG_NAME,
     MAX_CONFIG_BYTES,
@@ -120,7 +120,8 @@ def read_adapter(
         weights = _open_weights(folder, base, limits, files, problems)
         kind = packing = None
         if config_text is not None and weights is not None:
-            kind = kind_of(config_text, weights.header, weights.size_bytes)
+            owner = owner_of(uid) if uid is not None else None
+            kind = kind_of(owner, config_text, weights.header, weights.size_bytes)
             packing = scratch.packing(kind)
         if packing is None:
             packing = _check(folder, config_text, weights, base, limits, problems)
