@@ -20,7 +20,8 @@ def run(data: bytes) -> None:
         load_issuers(_FILE)
         return
     for rule in read_rules(str(_FILE)):
-        rule.covers("hf://a/b@main", "acme", is_operator=False)
+        if rule.covers("hf://a/b@main"):
+            rule.lets("acme", is_operator=False)
 
 
 HARNESS = Harness(run, documented=(ValueError, OSError))
