@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 from manylora_router.dialect.dialect import THINKING, Dialect, words_of
 from manylora_router.dialect.grammars import FAMILIES
 from manylora_router.dialect.pieces import Reasoning
+from manylora_shared.constraints.constraint import Constraint
+from manylora_shared.constraints.grammar import grammar_of, refusal, rule_of
 from test_grammars import read, said
 
 
@@ -41,3 +44,34 @@ def test_a_template_says_its_dialect() -> None:
     assert Dialect.of("<tool_call>\n<function=").family == FAMILIES["qwen-coder"]
     assert Dialect.of("") == Dialect()
     assert {"[TOOL_CALLS]", "[THINK]"} <= set(Dialect.of("[TOOL_CALLS][/THINK]").marks)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "text"),
+    [
+        (Constraint.json_schema({"properties": {"a": {"type": "null"}}, "required": ["a"]}), '{"a":null}'),
+        (Constraint.json_object(), "{}"),
+        (Constraint.regex("[0-9]+/(?:a|b)\\/\n"), "12/b/\n"),
+        (Constraint.of_choices(["yes", 'n"o']), 'n"o'),
+        (Constraint.grammar('start: "a" x "}"\nx: "b" | "c"'), "ac}"),
+        (Constraint.grammar('root ::= "a" x "}"\nx ::= "b" | "c"'), "ac}"),
+    ],
+)
+def test_an_answer_is_constrained_behind_its_reasoning(constraint: Constraint, text: str) -> None:
+    dialect, tokens = Dialect(None, THINKING["think"]), LLTokenizer("byte")
+    for prompt_end, answers in (
+        ("<think>\n", [f"hm</think>\n\n{text}"]),
+        ("", [f"<think>hm</think>{text}", text]),
+        ("<think>\n</think>\n", [text]),
+    ):
+        grammar = dialect.behind_reasoning(rule_of(constraint, "answer"), prompt_end, {}.get)
+        assert refusal(Constraint.grammar(grammar)) is None
+        for answer in answers:
+            matcher = LLMatcher(tokens, grammar_of(Constraint.grammar(grammar)), log_level=0)
+            ids = list(answer.encode())
+            assert matcher.consume_tokens(ids)
+            assert matcher.is_accepting()
+            pieces = read(dialect.reader({}, prompt_end), [answer])
+            assert said(pieces) == text
+        wrong = LLMatcher(tokens, grammar_of(Constraint.grammar(grammar)), log_level=0)
+        assert wrong.validate_tokens(list(f"{answers[0]}!".encode())) <= len(answers[0].encode())

@@ -38,6 +38,7 @@ _LISTED = ("allOf", "anyOf", "oneOf", "prefixItems")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMA_RULE = re.compile(r"(?P<name>\w+): %json (?P<schema>\{.*\})")
 _REFUSED_SCHEMA = re.compile(r"at (?P<line>\d+)\(\d+\): failed to compile JSON schema: ")
+_SLASH = re.compile(r"(\\.)|/", re.DOTALL)  # or what is escaped already
 _UNKNOWN_KEYS = re.compile(r'Unimplemented keys: \["([^"]+)"')
 
 
@@ -70,6 +71,25 @@ def grammar_of(constraint: Constraint) -> str:
             return str(LLMatcher.grammar_from_lark(_lark_of(source) if _GBNF.search(source) else source))
         case None:
             raise ValueError("says nothing")
+
+
+def rule_of(constraint: Constraint, name: str) -> str:
+    """The same as a rule of a larger grammar, in Lark, of one that `refusal` finds nothing against."""
+    match constraint.kind:
+        case ConstraintKind.JSON_SCHEMA | ConstraintKind.JSON_OBJECT:
+            schema = _schema(constraint.source) if constraint.source else {"type": "object"}
+            found = "%json " + json.dumps({**schema, _OWN_OPTIONS: _OPTIONS}, ensure_ascii=False)
+        case ConstraintKind.REGEX:
+            pattern = _SLASH.sub(lambda each: each[1] or "\\/", constraint.source).replace("\n", "\\n")
+            found = f"/{pattern}/"
+        case ConstraintKind.CHOICE:
+            found = " | ".join(json.dumps(text, ensure_ascii=False) for text in constraint.choices)
+        case ConstraintKind.GRAMMAR:
+            source = constraint.source
+            found = f"%lark {{\n{_lark_of(source) if _GBNF.search(source) else source}\n}}"
+        case None:
+            raise ValueError("says nothing")
+    return f"{name}: {found}"
 
 
 def refusal(constraint: Constraint) -> FieldViolation | None:

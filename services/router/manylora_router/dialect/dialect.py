@@ -79,16 +79,26 @@ class Dialect:
         """
         assert self.family is not None, "calls are read"
         marks = Marks(self.marks, token_of)
-        rules = [*calls(self.family.writing, functions, marks, is_one=is_one)]
-        thinking, end = self.thinking, prompt_end.rstrip()
-        if thinking is None or end.endswith(thinking.end):
-            return "\n".join(["start: calls", *rules])
+        rules = calls(self.family.writing, functions, marks, is_one=is_one)
+        return "\n".join([*self._start("calls", prompt_end, marks), *rules])
+
+    def reasons(self, prompt_end: str) -> bool:
+        """An answer may begin with reasoning."""
+        return self.thinking is not None and not prompt_end.rstrip().endswith(self.thinking.end)
+
+    def behind_reasoning(self, rule: str, prompt_end: str, token_of: TokenOf) -> str:
+        """rule: what the answer must be, of the name `answer`, in Lark."""
+        return "\n".join([*self._start("answer", prompt_end, Marks(self.marks, token_of)), rule])
+
+    def _start(self, rule: str, prompt_end: str, marks: Marks) -> list[str]:
+        """With the reasoning before the rule."""
+        thinking = self.thinking
+        if thinking is None or not self.reasons(prompt_end):
+            return [f"start: {rule}"]
         thought = "thought SPACE?"
-        if not end.endswith(thinking.begin.rstrip()):
+        if not prompt_end.rstrip().endswith(thinking.begin.rstrip()):
             thought = f"({marks.lark(thinking.begin)} {thought})?"
-        return "\n".join(
-            [f"start: {thought} calls", "SPACE: /\\s{1,4}/", *marks.text_to("thought", thinking.end), *rules]
-        )
+        return [f"start: {thought} {rule}", "SPACE: /\\s{1,4}/", *marks.text_to("thought", thinking.end)]
 
 
 class AnswerReader:

@@ -186,9 +186,10 @@ class Intake:
         stop_token_ids = _stop_token_ids(request, stop_tokens, ends)
         bad_sequences = await self._bad_sequences(request, (tenant, request.qos_class), stop_token_ids, model)
         constraint = request.constraint
+        await self._check_constraint(request, constraint, tenant)
         if request.constraint_after is not None:
             constraint = request.constraint_after(admitted.prompt_token_ids)
-        await self._check_constraint(request, constraint, tenant)
+            await self._check_constraint(request, constraint, tenant)
         call.span.set(Attribute.MAX_TOKENS, admitted.max_tokens)
         job = Job(
             request_id=call.request_id,

@@ -100,7 +100,7 @@ class RequestInput:
     max_tokens: int = 0
     sampling: Sampling = field(default_factory=Sampling)
     constraint: Constraint | None = None  # of the answer's text
-    constraint_after: Callable[[Sequence[int]], Constraint] | None = None  # the same, by the prompt's tokens
+    constraint_after: Callable[[Sequence[int]], Constraint] | None = None  # in its place, by the prompt's tokens
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     n: int = 0

@@ -56,7 +56,7 @@ class Reading:
     @property
     def names(self) -> Mapping[str, str]:
         """Where what is wrong with the constraint is to be sought."""
-        return {f"constraint.{ConstraintKind.GRAMMAR.value}": "tools"} if self.tools.must_call else {}
+        return {"constraint.grammar": "tools"} if self.tools.must_call else {}
 
     @property
     def kept_tokens(self) -> Sequence[str]:
@@ -75,11 +75,23 @@ class Reading:
         Raises InvalidRequest.
         """
         request = replace(request, prompt=prompt, request_id=self.request_id, kept_tokens=self.kept_tokens)
-        if not self.tools.must_call:
-            return request
-        if request.constraint is not None:
+        constraint = request.constraint
+        if self.tools.must_call and constraint is not None:
             raise InvalidRequest.of(CHOICE, f"has the model call tools: leave out {form}")
-        return replace(request, constraint_after=self._calls)
+        if self.tools.must_call:
+            return replace(request, constraint_after=self._calls)
+        if constraint is not None and self.dialect.thinking is not None:
+            return replace(request, constraint_after=lambda prompt_ids: self._behind_reasoning(constraint, prompt_ids))
+        return request
+
+    def _behind_reasoning(self, constraint: Constraint, prompt_token_ids: Sequence[int]) -> Constraint:
+        from manylora_shared.constraints.grammar import rule_of  # here: routers that never see one do without
+
+        end = self._end_of(prompt_token_ids)
+        if not self.dialect.reasons(end):
+            return constraint
+        grammar = self.dialect.behind_reasoning(rule_of(constraint, "answer"), end, self.text.mark)
+        return Constraint(ConstraintKind.GRAMMAR, grammar)
 
     def _calls(self, prompt_token_ids: Sequence[int]) -> Constraint:
         """Raises InvalidRequest."""
