@@ -17,7 +17,7 @@ from manylora_router.dialect.dialect import THINKING, Dialect, Thinking
 from manylora_router.dialect.grammars import FAMILIES
 from manylora_router.dialect.writing import Marks
 from manylora_shared.constraints.constraint import Constraint, ConstraintKind
-from manylora_shared.constraints.grammar import LIMITS, grammar_of, refusal
+from manylora_shared.constraints.grammar import LIMITS, grammar_of, refusal, rule_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 END = "<|end|>"
@@ -138,6 +138,22 @@ def test_what_must_be_calls_is_calls(family: str, thinking: str | None, are_toke
         for call in found:
             jsonschema.validate(json.loads(call.text), functions[call.name])
     assert counts <= {1} or FAMILIES[family].writing.between is not None
+
+
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.is_marked])
+def test_an_answer_may_be_calls_or_what_it_must_be(family: str) -> None:
+    dialect, answer = Dialect(FAMILIES[family]), Constraint.json_schema(PLACE)
+    functions = {"weather": PLACE, "free": OPEN}
+    grammar = dialect.calls_grammar(functions, "", {}.get, is_one=False, answer=rule_of(answer, "answer"))
+    kinds = set()
+    for seed in range(12):
+        blocks = read(dialect, functions, walk(grammar, [], random.Random(seed)), "", None)
+        if text := blocks.text_of(Kind.TEXT):
+            jsonschema.validate(json.loads(text), PLACE)
+        assert bool(text) != blocks.has_whole_calls
+        kinds.add(bool(text))
+    assert kinds == {True, False}
+    assert not FAMILIES["llama"].is_marked
 
 
 def test_a_mark_that_is_a_token_is_that_token() -> None:

@@ -72,15 +72,19 @@ class Dialect:
         family = self.family if functions else None
         return AnswerReader(stream, out, _answer(stream, out, self.thinking, prompt_end, family, functions))
 
-    def calls_grammar(self, functions: Functions, prompt_end: str, token_of: TokenOf, *, is_one: bool) -> str:
+    def calls_grammar(
+        self, functions: Functions, prompt_end: str, token_of: TokenOf, *, is_one: bool, answer: str = ""
+    ) -> str:
         """Of answers that are calls, behind their reasoning: what `reader` reads as such. In llguidance's Lark.
 
-        Raises ValueError for parameters that are not supported. token_of: a mark's, where it is one.
+        answer: a rule of this name, of what an answer may be instead. token_of: a mark's, where it is one.
+        Raises ValueError for parameters that are not supported.
         """
         assert self.family is not None, "calls are read"
         marks = Marks(self.marks, token_of)
         rules = calls(self.family.writing, functions, marks, is_one=is_one)
-        return "\n".join([*self._start("calls", prompt_end, marks), *rules])
+        start = self._start("(answer | calls)" if answer else "calls", prompt_end, marks)
+        return "\n".join([*start, *rules, answer])
 
     def reasons(self, prompt_end: str) -> bool:
         """An answer may begin with reasoning."""

@@ -37,6 +37,11 @@ class Family:
     id_prefix: str = "call_"
     id_chars: int = 24  # Mistral's templates take no other ids than of nine characters
 
+    @property
+    def is_marked(self) -> bool:
+        """A call begins as nothing else does."""
+        return (self.writing.begin or self.writing.head).startswith(tuple(self.marks))
+
 
 def hermes(stream: Stream, out: Output, functions: Functions) -> Generator[None]:
     """Hermes, Qwen 2.5 and 3: an object, or a list of them, between tags."""

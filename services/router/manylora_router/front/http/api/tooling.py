@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from manylora_shared.constraints.constraint import MAX_SOURCE_BYTES, Constraint, ConstraintKind
+from manylora_shared.constraints.constraint import Constraint, ConstraintKind
 from manylora_shared.errors import InvalidRequest, shown
 
 from manylora_router.dialect.dialect import AnswerReader, Dialect
@@ -56,7 +56,7 @@ class Reading:
     @property
     def names(self) -> Mapping[str, str]:
         """Where what is wrong with the constraint is to be sought."""
-        return {"constraint.grammar": "tools"} if self.tools.must_call else {}
+        return {"constraint.grammar": "tools"} if self.tools.functions else {}
 
     @property
     def kept_tokens(self) -> Sequence[str]:
@@ -78,28 +78,30 @@ class Reading:
         constraint = request.constraint
         if self.tools.must_call and constraint is not None:
             raise InvalidRequest.of(CHOICE, f"has the model call tools: leave out {form}")
-        if self.tools.must_call:
-            return replace(request, constraint_after=self._calls)
+        if self.tools.must_call or (constraint is not None and self._may_call):
+            return replace(request, constraint_after=lambda prompt_ids: self._calls(prompt_ids, constraint))
         if constraint is not None and self.dialect.thinking is not None:
             return replace(request, constraint_after=lambda prompt_ids: self._behind_reasoning(constraint, prompt_ids))
         return request
 
-    def _behind_reasoning(self, constraint: Constraint, prompt_token_ids: Sequence[int]) -> Constraint:
-        from manylora_shared.constraints.grammar import rule_of  # here: routers that never see one do without
+    @property
+    def _may_call(self) -> bool:
+        family = self.dialect.family
+        return bool(self.tools.functions) and family is not None and family.is_marked
 
+    def _behind_reasoning(self, constraint: Constraint, prompt_token_ids: Sequence[int]) -> Constraint:
         end = self._end_of(prompt_token_ids)
         if not self.dialect.reasons(end):
             return constraint
-        grammar = self.dialect.behind_reasoning(rule_of(constraint, "answer"), end, self.text.mark)
+        grammar = self.dialect.behind_reasoning(_answer_rule(constraint), end, self.text.mark)
         return Constraint(ConstraintKind.GRAMMAR, grammar)
 
-    def _calls(self, prompt_token_ids: Sequence[int]) -> Constraint:
-        """Raises InvalidRequest."""
-        functions, is_one = self.tools.functions, self.tools.most_calls == 1
+    def _calls(self, prompt_token_ids: Sequence[int], constraint: Constraint | None) -> Constraint:
+        """constraint: of answers that are no calls; None: there are none. Raises InvalidRequest."""
+        functions, end, is_one = self.tools.functions, self._end_of(prompt_token_ids), self.tools.most_calls == 1
+        answer = _answer_rule(constraint) if constraint is not None else ""
         try:
-            grammar = self.dialect.calls_grammar(
-                functions, self._end_of(prompt_token_ids), self.text.mark, is_one=is_one
-            )
+            grammar = self.dialect.calls_grammar(functions, end, self.text.mark, is_one=is_one, answer=answer)
         except ValueError as error:
             raise InvalidRequest.of("tools", str(error)) from None
         return Constraint(ConstraintKind.GRAMMAR, grammar)
@@ -109,6 +111,12 @@ class Reading:
         assert family is not None, "there are no calls that nobody read"
         digest = hashlib.sha256(f"{self.request_id}/{choice}/{number}".encode()).hexdigest()
         return family.id_prefix + digest[: family.id_chars]
+
+
+def _answer_rule(constraint: Constraint) -> str:
+    from manylora_shared.constraints.grammar import rule_of  # here: routers that never see one do without
+
+    return rule_of(constraint, "answer")
 
 
 def read_tools(fields: Fields, dialect: Dialect, *, is_flat: bool = False) -> Tools:
@@ -210,8 +218,6 @@ def _offered(
         fields.wrong(CHOICE, "needs tools that can be called")
     if name is not None and functions and name not in schemas:
         fields.wrong(CHOICE, f"{shown(name)} is none of the tools")
-    if must_call and len(json.dumps(schemas)) > MAX_SOURCE_BYTES:
-        fields.wrong("tools", f"has more than {MAX_SOURCE_BYTES} bytes of parameters, of which a call can be made sure")
     if is_none or not functions or fields.found:
         return Tools()
     offered = [{"type": "function", "function": function} for function in functions]
