@@ -1,9 +1,10 @@
 """The same requests to a vLLM and to a router: whether greedy texts are equal, and where the answers' forms differ.
 
-    python tests/clients/compare.py VLLM_URL OUR_URL OUR_KEY [--adapter NAME] [--prompt-logprobs]
+    python tests/clients/compare.py VLLM_URL OUR_URL OUR_KEY [--adapter NAME] [--prompt-logprobs | --tools]
 
 Both serve the same model as `smollm2`, in float32, and NAME. vLLM 0.32 on a CPU dies of a prompt's log-probabilities
-where it has LoRA: ask for these without it.
+where it has LoRA: ask for these without it. For --tools the model is that of `tests.real_model.taught_to_call`, and
+vLLM has --enable-auto-tool-choice --tool-call-parser hermes.
 """
 
 from __future__ import annotations
@@ -68,6 +69,23 @@ def prompt_cases() -> list[Case]:
     ]
 
 
+def tool_cases() -> list[Case]:
+    schema = {"type": "object", "properties": {"of": {"enum": ["France", "Italy"]}}, "required": ["of"]}
+    tools = [{"type": "function", "function": {"name": "capital", "parameters": schema}}]
+    chat: dict[str, Any] = {"model": "smollm2", "messages": CHAT, "tools": tools, "temperature": 0, "max_tokens": 60}
+    named = {"type": "function", "function": {"name": "capital"}}
+    typed = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    plain = {**chat, "tools": None, "response_format": typed}
+    return [
+        Case("tools, auto", CHATS, chat),
+        Case("tools, required", CHATS, {**chat, "tool_choice": "required", "parallel_tool_calls": False}),
+        Case("tools, named", CHATS, {**chat, "tool_choice": named}),
+        Case("tools, named, streamed", CHATS, {**chat, "tool_choice": named, "stream": True}),
+        Case("response_format", CHATS, plain),
+        Case("choice", CHATS, {**chat, "tools": None, "structured_outputs": {"choice": ["Paris", "Rome"]}}),
+    ]
+
+
 def ask(url: str, case: Case, key: str) -> tuple[int, Any]:
     """The status, and the answer: of a stream, its events."""
     headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
@@ -129,9 +147,11 @@ def main() -> None:
     parser.add_argument("key")
     parser.add_argument("--adapter", default="smollm2")
     parser.add_argument("--prompt-logprobs", action="store_true")
+    parser.add_argument("--tools", action="store_true")
     given = parser.parse_args()
     unequal = []
-    for case in prompt_cases() if given.prompt_logprobs else cases(given.adapter):
+    asked = prompt_cases() if given.prompt_logprobs else tool_cases() if given.tools else cases(given.adapter)
+    for case in asked:
         (their_status, theirs), (our_status, ours) = ask(given.vllm, case, ""), ask(given.ours, case, given.key)
         is_equal = their_status != 200 or our_status != 200 or texts(case, theirs) == texts(case, ours)
         unequal += [] if is_equal else [case.name]

@@ -98,7 +98,8 @@ def test_calls_that_must_be(served: Served, choice: dict[str, Any], names: set[s
         calls: Any = answer.message.tool_calls
         assert calls
         assert len(calls) == 1 or not is_one
-        assert answer.finish_reason == "tool_calls" or not is_one
+        if is_one:
+            assert answer.finish_reason == ("stop" if choice["tool_choice"] is NAMED else "tool_calls")
         for number, call in enumerate(calls):
             check(call.function.name, call.function.arguments, names)
             same = [entry for index, entry in entries if (index, entry.index) == (answer.index, number)]

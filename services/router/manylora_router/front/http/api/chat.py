@@ -149,7 +149,8 @@ class ChatShape:
         return {"id": self._reading.call_id(index, block.number), "type": "function", "function": function}
 
     def _end(self, choice: Choice, blocks: Blocks) -> None:
-        if choice.finish_reason == "stop" and blocks.has_whole_calls:
+        # OpenAI's is `stop` where the request names the function.
+        if choice.finish_reason == "stop" and blocks.has_whole_calls and not self._reading.tools.is_named:
             choice.finish_reason = "tool_calls"
 
     def _more(self, piece: Choice) -> dict[str, Any]:

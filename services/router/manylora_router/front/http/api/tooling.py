@@ -36,6 +36,7 @@ class Tools:
     functions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # that may be called: their parameters
     most_calls: int | None = None
     must_call: bool = False
+    is_named: bool = False  # the one to be called
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,8 @@ def _offered(
         return Tools()
     offered = [{"type": "function", "function": function} for function in functions]
     schemas = schemas if name is None else {name: schemas[name]}
-    return Tools(offered, schemas, 1 if is_serial or name is not None else None, must_call)
+    is_named = name is not None
+    return Tools(offered, schemas, 1 if is_serial or is_named else None, must_call, is_named)
 
 
 def read_calls(message: Fields, name: str = "tool_calls") -> list[tuple[str, str, dict[str, Any]]]:
