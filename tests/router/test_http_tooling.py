@@ -179,7 +179,7 @@ async def test_a_conversation_with_calls_reaches_the_template() -> None:
         (
             {
                 "messages": [
-                    {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[" * 99999}}]}
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[" * 9999}}]}
                 ]
             },
             "messages[0].tool_calls[0].function.arguments",
