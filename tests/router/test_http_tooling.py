@@ -177,11 +177,7 @@ async def test_a_conversation_with_calls_reaches_the_template() -> None:
         ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
         (
-            {
-                "messages": [
-                    {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[" * 9999}}]}
-                ]
-            },
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[" * 9999}}]}]},
             "messages[0].tool_calls[0].function.arguments",
         ),
     ],
