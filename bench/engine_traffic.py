@@ -170,7 +170,7 @@ class Traffic:
         begun = now()
         phases["begin"] += begun - started
         if batch is not None:
-            core.submit(batch)
+            core.submit(batch, begun)
         submitted = now()
         phases["submit"] += submitted - begun
         if not (core.must_wait or (batch is None and core.num_in_flight)):

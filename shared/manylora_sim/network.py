@@ -238,7 +238,7 @@ class MemoryServer:
             admission = Admission(gate, server_call, method.request_type, _reader(call.requests))
             await self._run(call, method, handler, admission, server_call)
         except (Exception, asyncio.CancelledError) as e:
-            end = failed(error_of(method.path, e))
+            end = failed(error_of(method.path, e, server_call.metadata))
         finally:
             self._calls.pop(call, None)
             if admission is not None:

@@ -204,7 +204,7 @@ def test_what_ended_in_an_error_is_not_found_again() -> None:
     run.step()
     batch = run.core.begin_step(1.0)
     assert batch is not None
-    run.core.submit(batch)
+    run.core.submit(batch, 1.0)
     run.core.end_step(RuntimeError("the device is gone"), 1.0)
     run.core.take_outputs()
     assert run.core._pool.num_idle == 0

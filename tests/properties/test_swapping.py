@@ -66,7 +66,7 @@ def _one_parked(block_copy_s: float, seconds_a_step: float) -> Rig:
     while not rig.tokens or len(rig.tokens[RequestId("a1"), 0]) < 4:
         batch = rig.core.begin_step(now)
         assert batch is not None
-        rig.core.submit(batch)
+        rig.core.submit(batch, now)
         now += seconds_a_step
         rig.core.end_step(rig.core.wait(), now)
         for output in rig.core.take_outputs():

@@ -53,7 +53,7 @@ def test_text_streams_and_ends_with_one_terminal_frame(seed: int) -> None:
         assert list(request.stop_token_ids) == [2]
         assert (request.n, request.max_tokens, request.epoch) == (1, 32, 1)
         enqueued = cluster.scheduler.enqueued[0]
-        assert (enqueued.tenant_id, enqueued.adapter_uid, enqueued.adapter_id) == ("acme", "a" * 64, "upper")
+        assert (enqueued.tenant_id, enqueued.adapter_uid, enqueued.adapter_id) == ("acme", f"{'a' * 64}@acme", "upper")
         assert enqueued.qos_class == common_pb2.QOS_CLASS_INTERACTIVE
         assert (enqueued.prompt_tokens, enqueued.max_new_tokens, enqueued.sequences) == (2, 32, 1)
         await cluster.at_rest()
@@ -475,7 +475,8 @@ def test_spans_of_a_request() -> None:
         await cluster.ask(text_request(), x_adapter_id="upper", traceparent=parent)
         await cluster.at_rest()
         spans = {s["name"]: s for s in cluster.telemetry.recorded()}
-        assert set(spans) == {"manylora.request", "manylora.admission", "manylora.queue_wait", "manylora.stream"}
+        names = ("request", "admission", "queue_wait", "stream", "stream_write")
+        assert set(spans) == {f"manylora.{name}" for name in names}
         assert {s["trace_id"] for s in spans.values()} == {"a" * 32}
         root = spans["manylora.request"]
         assert root["parent_id"] == "b" * 16
@@ -489,6 +490,27 @@ def test_spans_of_a_request() -> None:
         assert sent["traceparent"].split("-")[2] == spans["manylora.stream"]["span_id"]
         queued = cluster.scheduler.enqueued[0].traceparent
         assert queued.split("-")[2] == spans["manylora.queue_wait"]["span_id"]
+        told, written = root["attributes"], spans["manylora.stream_write"]["attributes"]
+        assert told["gen_ai.operation.name"] == "text_completion"
+        assert told["gen_ai.provider.name"] == "manylora"
+        assert told["gen_ai.request.model"] == "upper"
+        assert told["gen_ai.response.model"] == "upper@1"
+        assert told["gen_ai.response.finish_reasons"] in (("stop",), ("length",))
+        assert told["gen_ai.response.time_to_first_chunk"] == told["manylora.ttft_ms"] / 1e3
+        assert told["gen_ai.output.type"] == "text"
+        assert told["gen_ai.usage.output_tokens"] == told["manylora.output_tokens"] > 0
+        assert written["manylora.writes"] >= 1
+        assert written["manylora.slowest_write_ms"] <= written["manylora.write_ms"]
+
+    simulate(test)
+
+
+def test_what_its_caller_does_not_sample_has_no_span() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        await cluster.ask(text_request(), traceparent=f"00-{'a' * 32}-{'b' * 16}-00")
+        await cluster.at_rest()
+        assert cluster.telemetry.recorded() == []
+        assert cluster.workers[0].metadata[0]["traceparent"].endswith("-00")
 
     simulate(test)
 

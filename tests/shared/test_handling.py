@@ -39,7 +39,9 @@ def test_our_errors_pass_and_others_stay_here(caplog: pytest.LogCaptureFixture) 
     ours = NotFound("x")
     assert error_of("/path", ours) is ours
     assert caplog.text == ""
-    other = error_of("/path", KeyError("secret"))
+    traceparent = f"00-{'a' * 32}-{'b' * 16}-01"
+    other = error_of("/path", KeyError("secret"), {"traceparent": traceparent})
+    assert caplog.records[-1].manylora_fields["trace_id"] == "a" * 32  # type: ignore[attr-defined]
     assert isinstance(other, InternalError)
     assert "secret" not in other.message
     assert "/path" in caplog.text

@@ -83,7 +83,7 @@ def test_beside_slow_decodes_a_long_prompt_goes_on_faster_than_several_short_one
         batch = core.begin_step(now)
         assert batch is not None
         counts.append(_prompt_tokens(batch))
-        core.submit(batch)
+        core.submit(batch, now)
         now += 10 * seconds(counts[-1])
         core.end_step(core.wait(), now)
         core.take_outputs()
@@ -133,7 +133,7 @@ def test_beside_long_prompts_decodes_get_their_tokens_in_time(target_s: float | 
     while core.has_work():
         batch = core.begin_step(now)
         assert batch is not None
-        core.submit(batch)
+        core.submit(batch, now)
         took = seconds(_prompt_tokens(batch))
         lengths.append(took)
         now += took
@@ -171,7 +171,7 @@ def prompt_tokens_of_steps(
         batch = core.begin_step(now)
         assert batch is not None
         counts.append(_prompt_tokens(batch))
-        core.submit(batch)
+        core.submit(batch, now)
         now += seconds(counts[-1]) + slow_s.get(step, 0.0)
         core.end_step(core.wait(), now)
         core.take_outputs()

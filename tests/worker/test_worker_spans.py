@@ -20,6 +20,8 @@ from tests.worker.worker_fakes import (
     running_worker,
 )
 
+PHASES = {SpanName.PREFILL, SpanName.BATCH_BUILD, SpanName.DECODE, SpanName.DECODE_QUANTUM}
+
 
 @pytest.mark.parametrize("threaded", [False, True])
 async def test_swaps_are_counted_and_stand_in_the_spans_of_their_requests(threaded: bool) -> None:
@@ -64,7 +66,7 @@ async def test_the_spans_of_a_request() -> None:
         await collect(worker.execute(message("base")))
     spans = telemetry.recorded()
     mine = {s["name"]: s for s in spans if s["attributes"][Attribute.REQUEST_ID] == "r1"}
-    assert set(mine) == {SpanName.EXECUTE, SpanName.ADAPTER_LOAD, SpanName.PREFILL, SpanName.DECODE}
+    assert set(mine) == {SpanName.EXECUTE, SpanName.ADAPTER_LOAD, *PHASES}
     for span in mine.values():
         assert span["trace_id"] == "1" * 32
         assert span["attributes"][Attribute.TENANT_ID] == "acme"
@@ -75,4 +77,36 @@ async def test_the_spans_of_a_request() -> None:
     assert mine[SpanName.EXECUTE]["attributes"][Attribute.OUTPUT_TOKENS] == 8
     assert mine[SpanName.DECODE]["parent_id"] == mine[SpanName.EXECUTE]["span_id"]
     base = {s["name"] for s in spans if s["attributes"][Attribute.REQUEST_ID] == "base"}
-    assert base == {SpanName.EXECUTE, SpanName.PREFILL, SpanName.DECODE}
+    assert base == {SpanName.EXECUTE, *PHASES}
+    assert mine[SpanName.BATCH_BUILD]["parent_id"] == mine[SpanName.PREFILL]["span_id"]
+    assert mine[SpanName.BATCH_BUILD]["attributes"][Attribute.BATCH_ROWS] == 1
+    assert mine[SpanName.DECODE_QUANTUM]["parent_id"] == mine[SpanName.DECODE]["span_id"]
+
+
+async def test_a_decode_has_a_span_for_each_quantum() -> None:
+    telemetry = Telemetry.recording("worker")
+    settings = config(num_blocks=64)
+    async with running_worker(telemetry=telemetry, settings=settings, engine=make_engine(settings, step_s=0.001)) as w:
+        await collect(w.execute(message("long", max_tokens=58)))
+    (decode,) = (s for s in telemetry.recorded() if s["name"] == SpanName.DECODE)
+    quanta = [s for s in telemetry.recorded() if s["name"] == SpanName.DECODE_QUANTUM]
+    assert 1 < len(quanta) <= 4
+    assert all(each["parent_id"] == decode["span_id"] for each in quanta)
+    starts = [decode["start_ns"], *(each["end_ns"] for each in quanta)]
+    assert starts == [*(each["start_ns"] for each in quanta), decode["end_ns"]]
+
+
+async def test_what_is_not_sampled_has_no_span(caplog: pytest.LogCaptureFixture) -> None:
+    telemetry = Telemetry.recording("worker")
+    async with running_worker(telemetry=telemetry) as worker:
+        await collect(worker.execute(message(), metadata={"traceparent": "00-" + "1" * 32 + "-" + "2" * 16 + "-00"}))
+    assert telemetry.recorded() == []
+
+
+async def test_a_failed_requests_line_has_its_trace(caplog: pytest.LogCaptureFixture) -> None:
+    telemetry = Telemetry.recording("worker")
+    parent = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
+    async with running_worker(telemetry=telemetry, error_of=lambda uid, tier: "it is torn") as worker:
+        await collect(worker.execute(message(adapter_uid=UID), metadata={"traceparent": parent}))
+    (line,) = (each for each in caplog.records if each.getMessage() == "a request failed")
+    assert getattr(line, "manylora_fields")["trace_id"] == "1" * 32  # noqa: B009

@@ -107,7 +107,8 @@ class RouterMetrics:
                 continue
             telemetry.histogram(metric, seconds, labels, traceparent=request.traceparent)
             if genai is not None:
-                telemetry.histogram(genai, seconds, request.genai)
+                failed = {} if request.outcome == COMPLETED else {Attribute.ERROR_TYPE: request.outcome}
+                telemetry.histogram(genai, seconds, {**request.genai, **failed})
 
     def tokens_came(self, flow: Flow, seconds_each: float) -> None:
         """A frame after a stream's first."""

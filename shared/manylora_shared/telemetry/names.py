@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-AttributeValue = str | bool | int | float
+AttributeValue = str | bool | int | float | tuple[str, ...]
 Attributes = Mapping[str, AttributeValue]
 
 
@@ -13,12 +13,15 @@ class SpanName:
     ADMISSION = "manylora.admission"
     QUEUE_WAIT = "manylora.queue_wait"
     STREAM = "manylora.stream"
+    STREAM_WRITE = "manylora.stream_write"
     QUEUE = "manylora.queue"
     PLACEMENT = "manylora.placement"
     EXECUTE = "manylora.execute"
     ADAPTER_LOAD = "manylora.adapter_load"
+    BATCH_BUILD = "manylora.batch_build"
     PREFILL = "manylora.prefill"
     DECODE = "manylora.decode"
+    DECODE_QUANTUM = "manylora.decode_quantum"
 
 
 class Attribute:
@@ -57,6 +60,10 @@ class Attribute:
     WAITING_ADAPTERS = "manylora.waiting_adapters"
     BLOCK_SIZE = "manylora.block_size"
     NUM_BLOCKS = "manylora.num_blocks"
+    BATCH_ROWS = "manylora.batch.rows"
+    WRITES = "manylora.writes"
+    WRITE_MS = "manylora.write_ms"
+    SLOWEST_WRITE_MS = "manylora.slowest_write_ms"
     ERROR_TYPE = "error.type"
     # OpenTelemetry's semantic conventions for generative AI (status: development)
     GENAI_OPERATION = "gen_ai.operation.name"
@@ -66,7 +73,14 @@ class Attribute:
     GENAI_TOP_P = "gen_ai.request.top_p"
     GENAI_TOP_K = "gen_ai.request.top_k"
     GENAI_CHOICES = "gen_ai.request.choice.count"
+    GENAI_SEED = "gen_ai.request.seed"
+    GENAI_PRESENCE_PENALTY = "gen_ai.request.presence_penalty"
+    GENAI_FREQUENCY_PENALTY = "gen_ai.request.frequency_penalty"
     GENAI_RESPONSE_ID = "gen_ai.response.id"
+    GENAI_RESPONSE_MODEL = "gen_ai.response.model"
+    GENAI_FINISH_REASONS = "gen_ai.response.finish_reasons"
+    GENAI_FIRST_CHUNK_S = "gen_ai.response.time_to_first_chunk"
+    GENAI_OUTPUT_TYPE = "gen_ai.output.type"
     GENAI_INPUT_TOKENS = "gen_ai.usage.input_tokens"
     GENAI_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
     GENAI_CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"

@@ -22,6 +22,10 @@ class Span(Protocol):
     def traceparent(self) -> str:
         """For children, here and in other services; while disabled the parent's, or empty."""
 
+    @property
+    def is_recorded(self) -> bool:
+        """False: nobody will see it, or its children."""
+
     def set(self, name: str, value: AttributeValue) -> None: ...
 
     def set_all(self, values: Attributes) -> None: ...
@@ -48,6 +52,7 @@ class Span(Protocol):
 
 class NullSpan:
     __slots__ = ("traceparent",)
+    is_recorded = False
 
     def __init__(self, traceparent: str) -> None:
         self.traceparent = traceparent
@@ -94,6 +99,10 @@ class LiveSpan:
     def traceparent(self) -> str:
         context = self._span.get_span_context()
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+
+    @property
+    def is_recorded(self) -> bool:
+        return self._span.is_recording()
 
     def set(self, name: str, value: AttributeValue) -> None:
         if not self._ended:

@@ -196,7 +196,7 @@ class _ServedLine:
                 await run.spend()
                 self.outgoing.put(bundle_pb2.AnswerPart(call=call_id, response=response.SerializeToString()))
         except (Exception, asyncio.CancelledError) as e:
-            error = error_of(opened.method, e)
+            error = error_of(opened.method, e, opened.metadata)
         finally:
             if responses is not None:
                 await close_iterator(responses)

@@ -208,7 +208,7 @@ class _Handlers:
                 encoded: bytes = response.SerializeToString()
                 return encoded
             except (Exception, asyncio.CancelledError) as e:
-                error = error_of(method.path, e)
+                error = error_of(method.path, e, call.metadata if admission is not None else None)
             finally:
                 running.discard(task)
                 if admission is not None:
@@ -239,7 +239,7 @@ class _Handlers:
                     except StopAsyncIteration:
                         return
                     except (Exception, asyncio.CancelledError) as e:
-                        error = error_of(method.path, e)
+                        error = error_of(method.path, e, call.metadata if admission is not None else None)
                         break
                     try:
                         await write(response.SerializeToString())

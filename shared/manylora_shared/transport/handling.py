@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from google.protobuf.message import DecodeError, Message
@@ -18,6 +18,8 @@ from manylora_shared.errors import (
     ManyloraError,
     RpcError,
 )
+from manylora_shared.metadata import TRACEPARENT_KEY
+from manylora_shared.telemetry.logs import fields
 from manylora_shared.transport.base import Gate, Hold, ServerCall
 from manylora_shared.transport.unparsed import LARGE_BYTES, check_fields, no_message, too_large
 
@@ -176,15 +178,16 @@ def _largest_field(message: Message) -> tuple[str, int]:
     return f"{name}.{path}", size_bytes
 
 
-def error_of(path: str, raised: BaseException) -> ManyloraError:
-    """What is not of our tree is logged and stays here. Raises the CancelledError where the running task was asked to
-    stop. One that came out of an inner task is a bug.
+def error_of(path: str, raised: BaseException, metadata: Mapping[str, str] | None = None) -> ManyloraError:
+    """What is not of our tree is logged, with the call's trace, and stays here. Raises the CancelledError where the
+    running task was asked to stop. One that came out of an inner task is a bug.
     """
     if isinstance(raised, ManyloraError):
         return raised
     if isinstance(raised, asyncio.CancelledError) and is_task_cancelled():
         raise raised
-    _LOG.error("handler of %s failed", path, exc_info=raised)
+    traceparent = (metadata or {}).get(TRACEPARENT_KEY, "")
+    _LOG.error("handler of %s failed", path, exc_info=raised, extra=fields(traceparent=traceparent))
     return InternalError("internal error")
 
 

@@ -31,4 +31,6 @@ async def generate(request: RequestInput, *, intake: Intake, calls: Calls) -> As
         while frames := await call.advance():
             for frame in frames:
                 await intake.take_turn(tenant, request.qos_class)
+                call.writes.begin()
                 yield frame
+                call.writes.end()

@@ -14,9 +14,10 @@ from types import TracebackType
 from typing import Self
 
 from manylora.v1 import common_pb2
+from manylora_shared.constraints.constraint import ConstraintKind
 from manylora_shared.errors import Cancelled, CircuitOpen, InternalError, ManyloraError, WorkerLost
 from manylora_shared.ids import TenantId
-from manylora_shared.telemetry import Attribute, Span, SpanName, Telemetry, request_attributes
+from manylora_shared.telemetry import Attribute, Attributes, Span, SpanName, Telemetry, request_attributes
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.policy import TenantQuotas
 from manylora_shared.tenancy.slo import SloTracker, verdict_of
@@ -38,9 +39,12 @@ from manylora_router.request.frames import Frame
 from manylora_router.request.job import Job
 from manylora_router.request.reckoning import Reckonings
 from manylora_router.request.record import Record, tokens_in
+from manylora_router.request.stream_writes import StreamWrites
 from manylora_router.text.service import TextService
 
 _LOG = logging.getLogger(__name__)
+_JSON = (ConstraintKind.JSON_SCHEMA, ConstraintKind.JSON_OBJECT)
+_MAX_SEED = 1 << 63  # of an attribute
 _MAX_SHOWN = 64  # characters of what was not checked, in a span
 
 
@@ -127,9 +131,11 @@ class Call:
         )
         model = calls.directory.model
         self._genai = {
+            Attribute.GENAI_PROVIDER: "manylora",
             Attribute.GENAI_OPERATION: "chat" if isinstance(request.prompt, ChatPrompt) else "text_completion",
             Attribute.MODEL: model.name if model is not None else "",
         }
+        self.writes = StreamWrites(calls.telemetry, self.span)
         self.adapter: Adapter | None = None  # once it is known
         self._told_at = 0.0  # its last tokens
         self._permit: Permit | None = None
@@ -156,6 +162,7 @@ class Call:
             execution.close()
             self._calls.counters.resumed += len(execution.pauses_s)
             self._describe(execution)
+            self.writes.tell(execution.job.attributes())
         if self._permit is not None:
             self._end_permit(self._permit, execution.fault if execution is not None else Fault.NO_VERDICT)
         self._try(error)
@@ -366,18 +373,26 @@ class Call:
             self.span.set(Attribute.TTFT_MS, execution.ttft_ms)
         self.span.set_all(self._genai_of(execution))
 
-    def _genai_of(self, execution: Execution) -> dict[str, str | bool | int | float]:
+    def _genai_of(self, execution: Execution) -> Attributes:
         """By OpenTelemetry's conventions."""
-        job, sampling = execution.job, execution.job.sampling
+        job, sampling, base = execution.job, execution.job.sampling, self._genai[Attribute.MODEL]
+        seed = sampling.seed or 0
+        is_json = job.constraint is not None and job.constraint.kind in _JSON
         return {
             **self._genai,
-            Attribute.MODEL: job.adapter.name if job.adapter is not None else self._genai[Attribute.MODEL],
-            Attribute.GENAI_PROVIDER: "manylora",
+            Attribute.MODEL: job.adapter.name if job.adapter is not None else base,
             Attribute.GENAI_MAX_TOKENS: job.max_tokens,
             Attribute.GENAI_TEMPERATURE: sampling.temperature,
             Attribute.GENAI_TOP_P: sampling.top_p,
             Attribute.GENAI_TOP_K: sampling.top_k,
+            Attribute.GENAI_PRESENCE_PENALTY: sampling.presence_penalty,
+            Attribute.GENAI_FREQUENCY_PENALTY: sampling.frequency_penalty,
             Attribute.GENAI_CHOICES: job.n,
+            **({Attribute.GENAI_SEED: seed} if seed < _MAX_SEED else {}),
+            Attribute.GENAI_OUTPUT_TYPE: "json" if is_json else "text",
+            Attribute.GENAI_RESPONSE_MODEL: job.adapter.reference if job.adapter is not None else base,
+            Attribute.GENAI_FINISH_REASONS: execution.finish_reasons,
+            **({Attribute.GENAI_FIRST_CHUNK_S: execution.ttft_ms / 1e3} if execution.ttft_ms else {}),
             Attribute.GENAI_RESPONSE_ID: self.request_id,
             Attribute.GENAI_INPUT_TOKENS: len(job.prompt_token_ids),
             Attribute.GENAI_OUTPUT_TOKENS: execution.completion_tokens,

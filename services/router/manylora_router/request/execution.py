@@ -171,6 +171,13 @@ class Execution:
         return any(end.finish_reason == common_pb2.FINISH_REASON_LENGTH for end in self._choices.ends())
 
     @property
+    def finish_reasons(self) -> tuple[str, ...]:
+        """Of the choices that ended by themselves, as OpenAI calls them."""
+        names = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
+        ends = self._choices.ends()
+        return tuple(names[end.finish_reason] for end in ends if end.finish_reason in names)
+
+    @property
     def word(self) -> worker_pb2.ExecuteFinished:
         """The worker's last one; empty until then."""
         return self._measured.worker

@@ -10,6 +10,7 @@ from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.ids import QosClass, TenantId
 from manylora_shared.sampling import Sampling
 from manylora_shared.telemetry import request_attributes
+from manylora_shared.telemetry.names import AttributeValue
 from manylora_shared.wire import QOS_NUMBERS
 
 from manylora_router.guard.admission import Adapter
@@ -88,7 +89,7 @@ class Job:
             resumed=self.is_resumed,
         )
 
-    def attributes(self) -> dict[str, str | bool | int | float]:
+    def attributes(self) -> dict[str, AttributeValue]:
         return request_attributes(
             tenant=self.tenant_id,
             qos_class=self.qos_class.value,

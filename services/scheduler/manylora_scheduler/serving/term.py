@@ -347,6 +347,7 @@ class Term:
                 self._send_to_router(command, grant_message(command, self.epoch))
             case SendRefusal():
                 self._spans.ended(command.request, command.code, command.message)
+                self._log_refusal(command)
                 self._send_to_router(command, refusal_message(command))
             case SendLease() | SendLeaseRefusal():
                 line = self._routers.get(command.router_id)
@@ -360,6 +361,13 @@ class Term:
                     worker.prefetch(command.adapter_uid, command.tenant_id)
             case Dropped():
                 self._spans.ended(command.request, Code.CANCELLED, "withdrawn")
+
+    def _log_refusal(self, refusal: SendRefusal) -> None:
+        if _LOG.isEnabledFor(logging.DEBUG):
+            request = refusal.request
+            flow = {"tenant": request.flow.tenant_id, "qos_class": request.flow.qos_class}
+            why = {"outcome": refusal.code.name, "error": refusal.message, "traceparent": request.traceparent}
+            _LOG.debug("a request was refused", extra=fields(request=request.request_id, **flow, **why))
 
     def _send_overload(self, command: SendOverload) -> None:
         message = overload_message(command.view)

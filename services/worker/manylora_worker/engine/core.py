@@ -37,7 +37,7 @@ from manylora_worker.kinds.api import (
     TokenOutput,
 )
 from manylora_worker.kinds.flow import FlowKey
-from manylora_worker.kinds.sequence import Sequence, SequenceGroup, SequenceStatus, sequence_id_of
+from manylora_worker.kinds.sequence import GroupTimes, Sequence, SequenceGroup, SequenceStatus, sequence_id_of
 from manylora_worker.memory.block_pool import BlockPool, BlockWork
 from manylora_worker.memory.prefix_cache import PrefixOptions
 from manylora_worker.memory.prefixes import Prefixes
@@ -96,6 +96,7 @@ class EngineCore:
         self._requests = RequestTable()
         self._flights = Flights(runner)
         self._masking: dict[Sequence, None] = {}  # whose masks are being made
+        self._fresh: list[GroupTimes] = []  # of requests whose first step this is
         self._begun: tuple[SequenceOf[Part], BlockWork, float] | None = None  # between `begin_step` and `submit`
         self._outbox = Outbox()
         self._endings = Endings(
@@ -213,7 +214,7 @@ class EngineCore:
         """Starts a step if one can be, ends the oldest if it must be."""
         batch = self.begin_step(now)
         if batch is not None:
-            self.submit(batch)
+            self.submit(batch, now)
         if self.must_wait or (batch is None and self._flights):
             self.end_step(self.wait(), now)
         return self.take_outputs()
@@ -245,13 +246,17 @@ class EngineCore:
             times = item.sequence.group.times
             if times.first_step_s is None:
                 times.first_step_s = now
+                self._fresh.append(times)
         work = self._pool.take_work()
         chunks = [chunk_of(item) for item in plan.scheduled]
         self._begun = ([part_of(item) for item in plan.scheduled], work, now)
         return StepBatch(chunks, copy_blocks=work.copies, clear_blocks=work.clears)
 
-    def submit(self, batch: StepBatch) -> None:
+    def submit(self, batch: StepBatch, now: float) -> None:
         assert self._begun is not None
+        for times in self._fresh:
+            times.first_built_s, times.first_rows = now, len(batch.chunks)
+        self._fresh.clear()
         (parts, work, begun_s), self._begun = self._begun, None
         self._flights.submit(batch, parts, work, begun_s)
         for part in parts:

@@ -27,7 +27,7 @@ class EngineLoop:
         self._do(commands)
         batch = self._core.begin_step(self._now())
         if batch is not None:
-            self._core.submit(batch)
+            self._core.submit(batch, self._now())
         return batch
 
     def end(self) -> None:

@@ -208,6 +208,8 @@ class GroupTimes:
     added_s: float
     adapter_ready_s: float | None = None
     first_step_s: float | None = None
+    first_built_s: float | None = None  # its first step's batch
+    first_rows: int = 0  # of that batch
     first_token_s: float | None = None
 
 

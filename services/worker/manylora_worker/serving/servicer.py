@@ -6,6 +6,7 @@ Owns the fencing epoch, whether the worker drains, and the one Control session. 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from manylora_shared.errors import InvalidRequest, NotFound, ServiceUnavailable,
 from manylora_shared.ids import AdapterKey, AdapterUid, RequestId, TenantId, is_uid, name_problem
 from manylora_shared.metadata import ADAPTER_KEY
 from manylora_shared.telemetry import Telemetry
+from manylora_shared.telemetry.logs import fields
 from manylora_shared.transport.base import ServerCall, Service
 
 from manylora_worker.constraints.compiler import ConstraintCompiler
@@ -29,6 +31,7 @@ from manylora_worker.serving.spans import ExecuteSpans
 from manylora_worker.serving.wire import TIERS, coverage_message, engine_request, execute_finished, tokens_frame
 from manylora_worker.weights.adapter_check import AdapterValidator
 
+_LOG = logging.getLogger(__name__)
 _MAX_FLUSH_S = 0.15  # however many streams there are, each gets seven frames a second
 _STARTED_S = 0.02  # so long the first frame (the request has begun) waits for first tokens to travel with
 _COMING_S = 1.0  # for a request that is not here: its Execute may be on its way
@@ -163,10 +166,12 @@ class WorkerServicer:
                     if end is not None:
                         spans.end(end)
                         self._metrics.ended(request, end)
+                        self._log_failure(request, end, spans.traceparent)
                     tokens = tokens_frame(frame, batch.outputs)
                     if tokens is not None:
-                        spans.count(batch.outputs)
-                        self._metrics.told(request, batch.outputs, self._runtime.now())
+                        now = self._runtime.now()
+                        spans.count(batch.outputs, now)
+                        self._metrics.told(request, batch.outputs, now)
                         yield tokens
                         frame += 1
                 if end.kind is EndKind.ENGINE_FAILED:
@@ -176,6 +181,18 @@ class WorkerServicer:
                 self._metrics.left(request)
                 del self._executing[request.request_id]
                 self._let_go(stream)
+
+    def _log_failure(self, request: EngineRequest, end: StreamEnd, traceparent: str) -> None:
+        if end.kind not in (EndKind.COMPLETED, EndKind.ABORTED):
+            more = fields(
+                request=request.request_id,
+                tenant=request.tenant_id,
+                adapter_version=request.adapter_uid,
+                outcome=end.kind.value,
+                error=end.message,
+                traceparent=traceparent,
+            )
+            _LOG.warning("a request failed", extra=more)
 
     async def _constrained(self, request: EngineRequest, constraint: Constraint) -> EngineRequest:
         """Raises InvalidRequest, or Unready where this model has no text."""

@@ -108,7 +108,7 @@ class Routes:
             if not exchange.is_gone:
                 await self._refuse(exchange, ServiceUnavailable("the router is stopping", retry_after_s=1.0))
         except Exception as e:
-            await self._refuse(exchange, error_of(exchange.path, e))
+            await self._refuse(exchange, error_of(exchange.path, e, exchange.headers))
         finally:
             self.running.discard(task)
 
