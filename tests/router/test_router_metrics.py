@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from manylora_router.metrics import COMPLETED, MAX_FLOWS, MAX_TENANTS, EndedRequest, RouterMetrics
-from manylora_shared.ids import QosClass, TenantId
+from manylora_router.guard.admission import Adapter
+from manylora_router.guard.trials import Outcome
+from manylora_router.metrics import COMPLETED, MAX_FLOWS, MAX_ROLLOUTS, MAX_TENANTS, EndedRequest, RouterMetrics
+from manylora_shared.adapter_reference import AdapterPart
+from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId
 from manylora_shared.telemetry import Attribute, Metrics, Telemetry
 from manylora_shared.tenancy.policy import Slo
 from manylora_shared.tenancy.slo import Verdict
@@ -64,3 +67,25 @@ def test_a_refusal_is_counted_by_its_reason_and_tells_no_times() -> None:
     told = series(telemetry)
     assert 'request_rejections_total{class="other",reason="overloaded",tenant="a"} 1.0' in told
     assert not any("seconds" in line for line in told)
+
+
+def test_versions_have_series_while_their_rollout_stands_and_so_many_of_them() -> None:
+    telemetry = Telemetry.recording("router")
+    metrics = RouterMetrics(telemetry)
+    outcome = Outcome(has_failed=False, ttft_ms=50.0, tpot_ms=9.0)
+    for number in range(MAX_ROLLOUTS + 5):
+        part = AdapterPart(AdapterName(f"a{number}"), 2)
+        adapter = Adapter(part.name, AdapterUid("d@acme"), (part,), "trial", is_canary=True)
+        metrics.tried("acme", adapter, outcome)
+        metrics.scored("acme", adapter, 1.0)
+    metrics.scored("acme", None, 0.0)
+
+    def counted(name: str) -> list[str]:
+        return [line for line in series(telemetry) if line.startswith(name)]
+
+    assert len(counted("rollout_requests_total{")) == MAX_ROLLOUTS + 1
+    assert 'adapter="a0",tenant="acme",version="2"' in counted("rollout_ttft_seconds_count{")[0]
+    assert counted("feedback_score_count{")[-1].endswith('{adapter="other",tenant="other",version="other"} 6.0')
+    metrics.rollouts_stand(["acme/a3"])
+    for name in ("rollout_requests_total{", "rollout_time_per_output_token_seconds_count{", "feedback_score_count{"):
+        assert {line.split('adapter="')[1].split('"')[0] for line in counted(name)} == {"a3", "other"}
