@@ -58,7 +58,7 @@ def test_a_request_becomes_a_job() -> None:
         assert (job.tenant_id, job.qos_class.value, job.priority, job.n) == ("acme", "batch", -3, 2)
         assert (list(job.prompt_token_ids), job.max_tokens) == (ids_of("hi"), 32)
         assert job.adapter is not None
-        assert (permit.tenant, permit.adapter) == ("acme", job.adapter.uid)
+        assert (permit.tenant, permit.adapter) == ("acme", job.adapter.digest)
         assert (job.sampling.seed, job.sampling.temperature, dict(job.sampling.logit_bias)) == (7, 0.5, {3: 1.5})
         assert list(job.stop_token_ids) == [9, EOS]
         assert job.stop is not None
