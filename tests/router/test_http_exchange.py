@@ -8,6 +8,7 @@ import json
 import pytest
 from http_fakes import http_front, request_bytes
 from manylora_router.front.http import exchange
+from manylora_router.front.http.connection import MAX_PIPELINED
 from router_fakes import say, until
 
 BODY = json.dumps({"prompt": "hi", "stream": True, "max_tokens": 200}).encode()
@@ -51,7 +52,7 @@ async def test_who_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> 
         body = json.dumps({"prompt": "hi", "stream": True, "max_tokens": 200, "logprobs": 1}).encode()
         host, _, port = front.server.address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
-        for _ in range(50):  # pipelined: as much as one connection's buffers do not take
+        for _ in range(MAX_PIPELINED):  # as much as one connection's buffers do not take
             writer.write(request_bytes("/v1/completions", body, front.key))
         del reader
         await until(lambda: front.cluster.app.calls.counters.received > 1)

@@ -24,8 +24,8 @@ CAPACITY = 16_384  # calls under way, of all tenants and fronts
 KEPT = 1_024  # of these, for tenants that have few
 SLOW_CAPACITY = 256  # calls that wait for their message; most of it may be in memory
 SLOW_KEPT = 64
-ADMIN_CAPACITY = 256  # calls of AdminService; each asks etcd
-ADMIN_KEPT = 64
+ADMIN_CAPACITY = 512  # calls of AdminService; each asks etcd
+ADMIN_KEPT = 128
 LARGE_BYTES_PER_S = 32 << 20  # of a tenant's requests over LARGE_BYTES
 
 TenantOf = Callable[[Principal, ServerCall], str]
