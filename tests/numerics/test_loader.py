@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit
+from manylora_worker.models import loader
 from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.loader import load_model
 from transformers import (
@@ -181,6 +183,21 @@ def test_nf4_equals_the_dequantized_model(family_of: FamilyOf) -> None:
     x = torch.randn(5, 64)
     weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
     torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, weight), atol=1e-6, rtol=0)
+
+
+def test_what_is_fused_does_not_stand_twice(family_of: FamilyOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A base that fills most of a device could not be loaded otherwise."""
+    fused: list[weakref.ref[torch.Tensor]] = []
+    fuse = loader._fuse
+
+    def watched(parent: Any, path: str, members: Any, *rest: Any) -> Any:
+        assert not any(weight() is not None for weight in fused)
+        fused.extend(weakref.ref(getattr(parent, member).weight) for member in members)
+        return fuse(parent, path, members, *rest)
+
+    monkeypatch.setattr(loader, "_fuse", watched)
+    load_model(str(family_of("llama").folder))
+    assert len(fused) > 4
 
 
 def test_bfloat16(family_of: FamilyOf) -> None:

@@ -426,9 +426,9 @@ def _install_linears(
     roles = FUSED_PROJECTIONS.get(model.config.get_text_config().model_type, {}) if fused else {}
     sites: list[Site] = []
     done: set[str] = set(heads)
-    for path, module in list(model.named_modules()):
+    for path in [path for path, _ in model.named_modules()]:  # a list of modules would keep all weights to its end
         for members in roles.get(path.rpartition(".")[2], ()):
-            sites.append(_fuse(module, path, members, len(sites), switch, rank))
+            sites.append(_fuse(model.get_submodule(path), path, members, len(sites), switch, rank))
             done |= {f"{path}.{member}" for member in members}
     for path, (in_features, _) in modules.items():
         if path not in done:
@@ -476,7 +476,8 @@ def _fuse(
 
 def _pack_linears(model: PreTrainedModel) -> None:
     # the head too: a copy, where it shares the embeddings' weight
-    for path, module in list(model.named_modules()):
+    for path in [path for path, _ in model.named_modules()]:
+        module = model.get_submodule(path)
         if type(module) is nn.Linear and module.weight.numel() >= WORTH_PACKING:
             parent_path, _, leaf = path.rpartition(".")
             setattr(model.get_submodule(parent_path), leaf, PackedLinear(module.weight, module.bias))

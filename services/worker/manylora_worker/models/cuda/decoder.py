@@ -210,6 +210,8 @@ class Decoder:
         if step.logit_rows is not None:
             normed = normed.index_select(0, step.logit_rows)
         logits = self._logits[: normed.shape[0]]
+        if not len(logits):  # ranks gather nothing then
+            return logits
         head, group = self.weights.head, self.weights.group
         if isinstance(head, SharedHead) and group is not None:
             rows = normed.shape[0]
