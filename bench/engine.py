@@ -9,8 +9,9 @@ The models are shapes with random weights (no download). One JSON line a case:
     decode-one        all rows have the same one
     decode-distinct   every row has its own, up to 64 of them
     mixed-rank        as decode-distinct, with ranks 8, 16, 32, 64 in turn
+    decode-composed   rows of two adapters each, and rows with one of their ranks together
     prefill           fresh prompts; fraction is of the matrix ceiling
-    zipf-1000, loads, churn, chunk, base-only    traffic through the whole engine, see engine_traffic.py
+    zipf-1000, loads, churn, chunk, base-only, constrained    traffic through the whole engine, see engine_traffic.py
 
 `ms_per_step` is what a caller of DeviceModelRunner sees: steps submitted one after the other, each taking the tokens
 of the one before on the device; `device_ms` is the same graph replayed alone. `floor_ms` is the time to read weights,
