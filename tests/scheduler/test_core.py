@@ -258,6 +258,19 @@ def test_a_grant_that_nobody_mentions_is_dropped() -> None:
     assert grants(desk.after(0.1, Tick())) == [("b", "w0")]
 
 
+def test_a_repeated_grant_is_kept_as_long_as_a_new_one() -> None:
+    desk = Desk()
+    desk.worker(slots=1)
+    desk.enqueue("a")
+    desk.enqueue("b")
+    desk.apply(RouterDisconnected(ROUTER, 1))
+    desk.after(GRANT_TIMEOUT_S - 0.1, RouterConnected(ROUTER, 2))
+    assert grants(desk.enqueue("a", session=2)) == [("a", "w0")]
+    assert desk.enqueue("b", session=2) == []
+    assert desk.after(GRANT_TIMEOUT_S - 0.1, Tick()) == [], "its router has not held it for long"
+    assert grants(desk.after(0.1, Tick())) == [("b", "w0")]
+
+
 def test_an_unused_grant_frees_its_room_and_the_request_keeps_its_place() -> None:
     desk = Desk()
     desk.worker("w0", slots=1)

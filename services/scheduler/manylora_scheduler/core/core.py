@@ -253,6 +253,8 @@ class Core:
 
     def _repeat_grant(self, ticket: Ticket, session: int) -> None:
         ticket.session = session
+        if ticket.phase is GRANTED:  # its router hears of it only now
+            self._moments.set_after(ticket, self._now, GRANT_TIMEOUT_S)
         self._send_grant(ticket, self._worker_of(ticket), repeated=True)
 
     def _on_withdrawn(self, event: Withdrawn) -> None:
