@@ -86,6 +86,7 @@ async def test_a_tenant_sees_its_own_and_an_operator_all() -> None:
             (other, mine, 404),
             (operator, mine, 200),
             (operator, theirs.rpartition("-")[2], 200),
+            (operator, "resp_" + theirs.rpartition("-")[2], 200),
         ):
             assert (await get(front, f"/console/api/requests/{request_id}", key))[0] == status_code
         unknown = await get(front, "/console/api/requests/" + "f" * 32, front.key)

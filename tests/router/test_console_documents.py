@@ -53,6 +53,12 @@ def test_adapters_are_bounded_and_those_in_use_come_first() -> None:
     assert told["adapters"][1]["versions"][0]["use"] is None
 
 
+def test_a_version_that_the_gate_refused_says_so() -> None:
+    record = AdapterRecord("acme", "a", "a" * 64, 8, 1, (), 1.0, state="rejected")
+    told = documents.adapters_document({"acme/a": record}, AdapterUses(), "acme", lambda at: at)
+    assert [each["state"] for each in told["adapters"][0]["versions"]] == ["rejected"]
+
+
 def test_a_life_is_told_in_milliseconds_since_it_came() -> None:
     life = Life("r", "acme", "batch", 10.0, admitted_at=10.5, ended_at=12.0, outcome="completed", swaps=3)
     told = documents.life_document(life, lambda at: at + 1000.0, 13.0, is_operator=True)

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from manylora_router.quality import samples as samples_module
 from manylora_router.quality.samples import MAX_SAMPLES, MAX_SAMPLES_BYTES, judges_of, parse_samples
 from manylora_shared.errors import InvalidRequest
 
@@ -64,3 +65,16 @@ def test_what_a_judge_needs_must_be_there() -> None:
     assert len(error.value.violations) == 2
     with pytest.raises(InvalidRequest, match="sample 1: expected must be a JSON schema"):
         judges_of(samples, "json_schema")
+
+
+def test_of_many_lines_at_fault_few_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mebibyte of them would hold the event loop for seconds."""
+    read: list[bytes] = []
+    monkeypatch.setattr(samples_module, "_sample", lambda line: read.append(line) or _refuse())
+    with pytest.raises(InvalidRequest) as refused:
+        parse_samples(b"x\n" * 100_000)
+    assert len(read) == len(refused.value.violations) == 16
+
+
+def _refuse() -> None:
+    raise ValueError("is not JSON")

@@ -109,9 +109,13 @@ def test_a_check_judges_the_samples_that_come_with_it_against_the_version_in_for
         answers.by_digest["a" * 64] = "good"  # that of acme's adapter upper
         passed, report = await check(cluster, header_of(name="upper"), *GOOD, samples)
         assert report["quality"]["scores"] == {"candidate": 0.0, "before": 1.0, "base": 0.0}
-        with pytest.raises(RpcError) as error:
-            await check(cluster, header_of(), *GOOD, chunk("samples.jsonl", b"{"))
-        assert error.value.code is Code.INVALID_ARGUMENT
+        for wrong in (
+            [header_of(), *GOOD, chunk("samples.jsonl", b"{")],
+            [header_of(judge="contains"), *GOOD],  # the policy's samples have their own
+        ):
+            with pytest.raises(RpcError) as error:
+                await check(cluster, *wrong)
+            assert error.value.code is Code.INVALID_ARGUMENT
 
     run(test)
 

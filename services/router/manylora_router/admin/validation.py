@@ -90,6 +90,8 @@ class AdapterValidation:
             rule = dataclasses.replace(rule or GateRule(GIVEN_SAMPLES), samples=GIVEN_SAMPLES)
             rule = dataclasses.replace(rule, judge=header.judge or rule.judge)
             samples = parse_samples(taken.samples)
+        elif header.judge:
+            raise InvalidRequest.of("header.judge", "goes with samples of the check's own")
         else:
             samples = await self._samples_of(header.tenant_id, rule) if rule is not None else []
         return await self._judged(taken, policy, self._before(header), rule, samples)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from manylora_router.dialect.schemas import NUMBERS, Schema, closed, kinds_of, resolved
+from manylora_router.dialect.schemas import NUMBERS, Schema, check_shape, closed, kinds_of, resolved
 from manylora_router.dialect.writing import ArgumentsGrammar, Marks, escaped, json_value, quoted
 
 IGNORED = ("title", "description", "default", "examples", "deprecated", "$comment", "format", "$schema", "$id")
@@ -84,6 +84,10 @@ class _Values:
             return self._references[reference]
         if not isinstance(schema, dict):
             raise ValueError(f"{path.rstrip('.')}: is no schema")
+        try:
+            check_shape(schema)
+        except ValueError as error:
+            raise ValueError(f"{path}{error}") from None
         if unknown := next((key for key in schema if key not in _KNOWN), None):
             raise ValueError(f"{path}{unknown}: is not supported")
         if "const" in schema or "enum" in schema:

@@ -16,6 +16,11 @@ _FREE = "manylora-free-"
 _MOST_REFERENCES = 16  # from one to the next
 _JOINED = ("allOf", "anyOf", "oneOf", "not", "if", "$ref", "enum", "const")
 _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties")
+_SHAPES: Mapping[type, tuple[Sequence[str], str]] = {
+    dict: (("properties", "$defs", "definitions"), "an object"),
+    list: (("required", "enum", "anyOf"), "a list"),
+    int: (("minLength", "maxLength", "minItems", "maxItems"), "a whole number"),
+}
 _SAYING = (*NUMBERS, "properties", "items", "pattern", "minLength", "maxLength", "minItems", "maxItems")
 
 
@@ -23,12 +28,21 @@ def closed(schema: Schema) -> dict[str, Any]:
     """Objects have no members that their schema does not name, values of which it says nothing are shallow, and numbers
     have 18 digits before the point and 9 behind it. Raises ValueError for what is no object's.
     """
+    check_shape(schema)
     if schema.get("type", "object") != "object":
         raise ValueError("type: must be object")
     found: dict[str, Any] = _closed({**schema, "type": "object"})
     if f'"#/$defs/{_FREE}' in json.dumps(found):
         found["$defs"] = {**found.get("$defs", {}), **_free_values()}
     return found
+
+
+def check_shape(schema: Schema) -> None:
+    """Of its own words. Raises ValueError."""
+    for kind, (words, shape) in _SHAPES.items():
+        for word in words:
+            if word in schema and type(schema[word]) is not kind:
+                raise ValueError(f"{word}: must be {shape}")
 
 
 def kinds_of(schema: Schema) -> Sequence[str]:
@@ -39,10 +53,13 @@ def kinds_of(schema: Schema) -> Sequence[str]:
 
 
 def resolved(schema: Any, root: Schema) -> Schema:
-    """What a reference within `root` stands for. Raises ValueError for one that leads nowhere."""
+    """What a reference within `root` stands for. Raises ValueError for one that leads nowhere, or to no schema."""
     for _ in range(_MOST_REFERENCES):
-        if not isinstance(schema, dict) or "$ref" not in schema:
-            return schema if isinstance(schema, dict) else {}
+        if not isinstance(schema, dict):
+            return {}
+        check_shape(schema)
+        if "$ref" not in schema:
+            return schema
         found: Any = root
         for part in str(schema["$ref"]).removeprefix("#").strip("/").split("/"):
             found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None

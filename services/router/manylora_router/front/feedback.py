@@ -18,6 +18,12 @@ _GIVE = methods_of(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
 _PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")  # of HTTP answers' ids, before the request's
 
 
+def request_id_of(answer_id: str) -> str:
+    """Of the request's own id, itself."""
+    prefix = next((each for each in _PREFIXES if answer_id.startswith(each)), "")
+    return answer_id.removeprefix(prefix)
+
+
 class FeedbackDesk:
     def __init__(self, calls: Calls, others: OtherRouters) -> None:
         self._calls = calls
@@ -34,9 +40,7 @@ class FeedbackDesk:
             raise InvalidRequest.of("request_id", "is missing")
         if not (math.isfinite(request.score) and 0.0 <= request.score <= 1.0):
             raise InvalidRequest.of("score", "must be from 0 to 1")
-        request_id = request.request_id
-        for prefix in _PREFIXES:
-            request_id = request_id.removeprefix(prefix)
+        request_id = request_id_of(request.request_id)
         now = asyncio.get_running_loop().time()
         try:
             answer = self._calls.feedback.score(TenantId(tenant), request_id, request.score, now)

@@ -40,6 +40,8 @@ def parse_samples(data: bytes) -> list[Sample]:
     for number, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():
             continue
+        if len(problems) >= _MAX_VIOLATIONS:
+            break
         if len(samples) >= MAX_SAMPLES:
             problems.append(FieldViolation("samples", f"are more than {MAX_SAMPLES}"))
             break
@@ -50,7 +52,7 @@ def parse_samples(data: bytes) -> list[Sample]:
     if not samples and not problems:
         problems.append(FieldViolation("samples", "are none"))
     if problems:
-        raise InvalidRequest.of_all(problems[:_MAX_VIOLATIONS])
+        raise InvalidRequest.of_all(problems)
     return samples
 
 

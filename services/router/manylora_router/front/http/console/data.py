@@ -12,6 +12,7 @@ from manylora_shared.errors import NotFound, shown
 from manylora_shared.ids import TenantId
 from manylora_shared.tenancy.identity import TENANT_SCOPES, Principal, Scope
 
+from manylora_router.front.feedback import request_id_of
 from manylora_router.front.http.api import asked
 from manylora_router.front.http.api.answers import Door
 from manylora_router.front.http.api.around.adapters import admin_call
@@ -121,7 +122,7 @@ async def requests(exchange: Exchange, door: Door) -> None:
 async def one_request(exchange: Exchange, door: Door) -> None:
     """By its id, which another tenant's does not have."""
     call = _Asked(exchange, door)
-    request_id = exchange.path.removeprefix(REQUEST).rpartition("-")[2]  # an answer's id has a word before it
+    request_id = request_id_of(exchange.path.removeprefix(REQUEST))
     lives = door.calls.recent.lives
     life = lives.get(call.tenant, request_id) if call.tenant else lives.find(request_id)
     if life is None:

@@ -143,6 +143,7 @@ def _adapter(record: AdapterRecord, uses: AdapterUses, unix: Unix) -> dict[str, 
                 "size_bytes": version.size_bytes,
                 "created_unix_s": version.created_unix_s,
                 "retired_unix_s": version.retired_unix_s,
+                "state": version.state,
                 "use": _use(uses.get(record.tenant_id, f"{record.name}@{version.number}"), unix),
             }
             for version in line.versions

@@ -33,6 +33,8 @@ export function page(session) {
   const misses = (row) => total(row, "requests") - total(row, "on_device");
   const version = (row) => row.versions.find((each) => each.number === row.in_force);
 
+  const verdict = (each) => (each.state ? `, ${each.state}: not served` : "");
+
   function draw() {
     const columns = [
       session.operator && { name: "Tenant", key: (row) => row.tenant, cell: (row) => named(row.tenant) },
@@ -53,9 +55,9 @@ export function page(session) {
     const key = `${row.tenant}/${row.name}`;
     const rollout = row.rollout ? `, ${row.rollout.percent} % to @${row.rollout.to}` : "";
     const details = h("details", { open: open.has(key) && true, ontoggle: () => (details.open ? open.add(key) : open.delete(key)) },
-      h("summary", { "data-focus": `versions ${key}` }, `@${row.in_force}${rollout}`),
+      h("summary", { "data-focus": `versions ${key}` }, `@${row.in_force}${verdict(version(row))}${rollout}`),
       row.versions.map((each) => h("p", { class: "small" },
-        `@${each.number} `, h("span", { class: "mono soft" }, each.uid.slice(0, 12)), `, rank ${each.max_lora_rank}, ${bytes(each.size_bytes)}, added ${day(each.created_unix_s)}`,
+        `@${each.number} `, h("span", { class: "mono soft" }, each.uid.slice(0, 12)), `, rank ${each.max_lora_rank}, ${bytes(each.size_bytes)}, added ${day(each.created_unix_s)}${verdict(each)}`,
         each.retired_unix_s ? `, retired ${day(each.retired_unix_s)}` : "", each.use ? `, ${count(each.use.requests)} requests, ${part(each.use.on_device / each.use.requests)} hits` : "")));
     return details;
   }
