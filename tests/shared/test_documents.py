@@ -83,3 +83,12 @@ async def test_the_folder_of_documents_is_no_place_to_import_from(tmp_path: Path
     (tmp_path / "documents/acme").mkdir(parents=True)
     with pytest.raises(InvalidRequest, match="belongs to the store itself"):
         await files.import_from(await files.begin(), "documents/acme")
+
+
+async def test_what_goes_while_it_is_listed_is_in_no_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = LocalDocuments(tmp_path)
+    kept, gone = (path_of("acme", SAMPLES, name) for name in ("kept", "gone"))
+    await documents.put(kept, b"x")
+    monkeypatch.setattr(Path, "rglob", lambda *_: [tmp_path / kept, tmp_path / gone])
+    monkeypatch.setattr(Path, "is_file", lambda _: True)  # as it was a moment ago
+    assert [each.path for each in await documents.held()] == [kept]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import stat
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,9 +116,12 @@ class LocalDocuments:
     def _list(self, under: str) -> list[Document]:
         found: list[Document] = []
         for path in sorted((self._root / under).rglob("*")):
-            if path.name.startswith(".") or path.is_symlink() or not path.is_file():
+            try:
+                status = path.lstat()
+            except FileNotFoundError:
+                continue  # removed since it was listed
+            if path.name.startswith(".") or not stat.S_ISREG(status.st_mode):
                 continue
-            status = path.stat()
             document = _document(path.relative_to(self._root).as_posix(), status.st_size, status.st_mtime)
             found += [document] if document is not None else []
         return found
