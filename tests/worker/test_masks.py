@@ -91,3 +91,32 @@ def test_masks_of_one_pass_are_each_their_own(lane: Lane) -> None:
     assert done(owns[2]).error
     assert done(owns[3]).is_over
     assert lane._executor is not None
+
+
+class Busy(ConstraintMatcher):
+    """Has new work as often as it is worked at, until `other` is done."""
+
+    def __init__(self, lane: Lane, other: ConstraintMatcher) -> None:
+        self.is_over, self.error, self.turns = True, "", 0
+        self.begins = threading.Event()
+        self._busy_lane, self._other = lane, other
+
+    def advance(self) -> bool:
+        self.begins.wait()
+        self.turns += 1
+        if self.turns < 1000 and not self._other.is_done(waits=False):
+            self._busy_lane.add(self)
+        return False
+
+
+def test_a_lane_that_never_rests_lets_others_have_turns() -> None:
+    told = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        other = matcher(Lane(pool, told.set, 2), "x")
+        lane = Lane(pool, told.set, 2)
+        busy = Busy(lane, other)
+        lane.add(busy)
+        other.take(())
+        busy.begins.set()
+        assert allowed(other) == b"x"
+    assert busy.turns < 10

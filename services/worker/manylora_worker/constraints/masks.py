@@ -42,18 +42,20 @@ class Lane:
         self._is_idle.wait(GRACE_S)
 
     def _run(self) -> None:
-        while True:
-            with self._lock:
-                work, self._work = self._work, []
-                if not work:
-                    self._is_idle.set()
-                    break
-            drawing = [matcher for matcher in work if matcher.advance()]
-            if drawing:
-                self._fill(drawing)
-            for matcher in work:
-                matcher.end()
+        with self._lock:
+            work, self._work = self._work, []
+        drawing = [matcher for matcher in work if matcher.advance()]
+        if drawing:
+            self._fill(drawing)
+        for matcher in work:
+            matcher.end()
+        with self._lock:
+            has_more = bool(self._work)
+            if not has_more:
+                self._is_idle.set()
         self._notify()
+        if has_more:
+            self._pool.submit(self._run)  # behind the lanes that wait for a thread
 
     def _fill(self, matchers: Sequence[ConstraintMatcher]) -> None:
         words = matchers[0].mask_words
