@@ -107,6 +107,7 @@ async def test_a_failed_requests_line_has_its_trace(caplog: pytest.LogCaptureFix
     telemetry = Telemetry.recording("worker")
     parent = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
     async with running_worker(telemetry=telemetry, error_of=lambda uid, tier: "it is torn") as worker:
-        await collect(worker.execute(message(adapter_uid=UID), metadata={"traceparent": parent}))
+        await collect(worker.execute(message(adapter_uid=f"{UID}@acme"), metadata={"traceparent": parent}))
     (line,) = (each for each in caplog.records if each.getMessage() == "a request failed")
-    assert getattr(line, "manylora_fields")["trace_id"] == "1" * 32  # noqa: B009
+    told = getattr(line, "manylora_fields")  # noqa: B009
+    assert (told["trace_id"], told["adapter_version"]) == ("1" * 32, UID)

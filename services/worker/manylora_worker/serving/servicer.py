@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 from manylora.v1 import worker_pb2
-from manylora_shared.composition import uids_of
+from manylora_shared.composition import content_of, uids_of
 from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.errors import InvalidRequest, NotFound, ServiceUnavailable, Unready, WorkerLost
 from manylora_shared.ids import AdapterKey, AdapterUid, RequestId, TenantId, is_uid, name_problem
@@ -187,7 +187,7 @@ class WorkerServicer:
             more = fields(
                 request=request.request_id,
                 tenant=request.tenant_id,
-                adapter_version=request.adapter_uid,
+                adapter_version=content_of(request.adapter_uid) if request.adapter_uid else None,
                 outcome=end.kind.value,
                 error=end.message,
                 traceparent=traceparent,
