@@ -87,7 +87,7 @@ async def serve(
     asks_clients: bool = True,
     last_resort: LastResort | None = None,
 ) -> bool:
-    """Runs a service until SIGTERM or SIGINT. Returns whether it was told to end.
+    """Runs a service until SIGTERM, SIGINT or a call ends it. Returns whether it was told to end.
 
     Args:
         instance_id: the configured one; empty: none is.
