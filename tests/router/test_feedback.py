@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -11,12 +13,13 @@ from http_fakes import http_front
 from manylora.v1 import inference_pb2
 from manylora_router.app import RouterApp
 from manylora_router.config import RouterConfig
+from manylora_router.front.feedback import ASKING, FeedbackDesk
 from manylora_router.guard.admission import Adapter
 from manylora_router.guard.feedback import HOLD_S, KEPT_S, MAX_OF_TENANT, Feedback
 from manylora_shared.adapter_reference import AdapterPart
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import RouterRecord
-from manylora_shared.errors import Code, NotFound, RpcError
+from manylora_shared.errors import Code, NotFound, Overloaded, RpcError
 from manylora_shared.ids import AdapterName, AdapterUid, TenantId
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import methods_of
@@ -168,3 +171,26 @@ async def test_over_http_by_the_answers_id() -> None:
         ):
             status, error = await post("/v1/feedback", wrong)
             assert (status, error["error"]["param"]) == (400, param)
+
+
+async def test_who_asks_for_unknown_answers_without_end_leaves_others_their_places() -> None:
+    """Each opens a line to every router."""
+    answered = asyncio.Event()
+
+    class Others:
+        async def ask(self, *_: Any) -> dict[str, Any]:
+            await answered.wait()
+            return {}
+
+    desk = FeedbackDesk(SimpleNamespace(feedback=Feedback()), Others())  # type: ignore[arg-type]
+    unknown = inference_pb2.GiveFeedbackRequest(request_id="r", score=1.0)
+    asking = [asyncio.create_task(desk.give("acme", unknown, {})) for _ in range(2 * ASKING)]
+    await asyncio.sleep(0)
+    refused = sum(task.done() and isinstance(task.exception(), Overloaded) for task in asking)
+    assert ASKING < refused < 2 * ASKING
+    other = asyncio.create_task(desk.give("other", unknown, {}))
+    await asyncio.sleep(0)
+    assert not other.done()
+    answered.set()
+    found = await asyncio.gather(other, *asking, return_exceptions=True)
+    assert {type(each) for each in found} == {NotFound, Overloaded}

@@ -10,11 +10,14 @@ from manylora.v1 import inference_pb2
 from manylora_shared.errors import Code, InvalidRequest, NotFound, RpcError, ServiceUnavailable
 from manylora_shared.ids import TenantId
 from manylora_shared.transport.base import methods_of
+from manylora_shared.transport.places import Places
 
 from manylora_router.links.other_routers import OtherRouters
 from manylora_router.request.call import Calls
 
 _GIVE = methods_of(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"])["GiveFeedback"]
+ASKING = 64  # calls that wait for other routers: each opens a line to every one of them
+_ASKING_KEPT = 16
 _PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")  # of HTTP answers' ids, before the request's
 
 
@@ -28,13 +31,15 @@ class FeedbackDesk:
     def __init__(self, calls: Calls, others: OtherRouters) -> None:
         self._calls = calls
         self._others = others
+        self._asking = Places(ASKING, kept=_ASKING_KEPT, few=2)
 
     async def give(
         self, tenant: str, request: inference_pb2.GiveFeedbackRequest, metadata: Mapping[str, str]
     ) -> inference_pb2.GiveFeedbackResponse:
         """`metadata`: the caller's: its key is shown to the other routers.
 
-        Raises InvalidRequest, NotFound, or ServiceUnavailable where a router that may remember it did not answer.
+        Raises InvalidRequest, NotFound, ServiceUnavailable where a router that may remember it did not answer, or
+        Overloaded where the tenant asks too many at once.
         """
         if not request.request_id:
             raise InvalidRequest.of("request_id", "is missing")
@@ -47,7 +52,8 @@ class FeedbackDesk:
         except NotFound:
             if request.local_only:
                 raise
-            return await self._elsewhere(request, metadata)
+            with self._asking.held(f"tenant {tenant} for other routers' answers"):
+                return await self._elsewhere(request, metadata)
         reference = answer.adapter.reference if answer.adapter is not None else ""
         return inference_pb2.GiveFeedbackResponse(adapter=reference, counted=not answer.is_counted)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import inspect
 from pathlib import Path
 from typing import Annotated
 
@@ -105,13 +106,14 @@ def load(
     Latencies count from when a request was due, not from when it could be sent.
     """
     given = locals().copy()
+    changed = [name for name, option in inspect.signature(load).parameters.items() if given[name] != option.default]
     try:
         from manylora.cli.interactive import load as loading
     except ImportError as error:
         raise usage_error(f"{error.name} is not installed; `pip install 'manylora[load]'` brings it") from None
     from manylora_shared.process import loop
 
-    planned = loading.planned(mix, given)
+    planned = loading.planned(mix, given, changed)
     target = connect("", key)
     running = loading.load(planned, url, target.key, target.tls_ca, timeout_s=timeout, drain_s=drain, as_json=as_json)
     run(running, as_json=as_json, runner=loop.run)

@@ -7,7 +7,7 @@ import gzip
 import signal
 import ssl
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +40,28 @@ from manylora.load.run import Run
 from manylora.load.view import shown
 
 ONE_TENANT = "load"  # its name in the report, where flags give no other
+_OF_MIX = {"duration": "duration_s", "requests": "requests", "warmup": "warmup_s", "seed": "seed"}
+_OF_RUN = ("mix", "url", "timeout", "drain", "key", "as_json")
+_GOES_WITH = {"arrivals": "rate", "cv": "rate", "speed": "trace", "length_scale": "trace"}
 _FLAGS = {"file": "trace", "duration_s": "duration", "warmup_s": "warmup", "prompts": "prompt-ids"}
 
 
-def planned(file: Path | None, given: Mapping[str, Any]) -> Mix:
-    """given: the command's options, by their names; with a file those of the whole run go before its fields."""
-    names = {"duration": "duration_s", "requests": "requests", "warmup": "warmup_s", "seed": "seed"}
-    whole = {field: given[name] for name, field in names.items() if given[name] is not None}
-    sources = [name for name in ("rate", "streams", "trace") if given[name] is not None]
+def planned(file: Path | None, given: Mapping[str, Any], changed: Collection[str]) -> Mix:
+    """given: the command's options, by their names; with a file those of the whole run go before its fields.
+    changed: the names of those that are not at their defaults.
+    """
+    whole = {field: given[name] for name, field in _OF_MIX.items() if given[name] is not None}
     if file is None:
+        sources = [name for name in ("rate", "streams", "trace") if given[name] is not None]
         if len(sources) != 1:
             raise usage_error("give a mix file, or one of --rate, --streams and --trace")
+        for name, source in _GOES_WITH.items():
+            if name in changed and source not in sources:
+                raise usage_error(f"{_flag(name)}: goes with --{source}")
         return _mix_of_flags({**_document(given), **whole})
-    if sources:
-        raise usage_error(f"--{sources[0]}: the mix file says how requests come")
+    for name in changed:
+        if name not in _OF_MIX and name not in _OF_RUN:
+            raise usage_error(f"{_flag(name)}: is the mix file's to say")
     try:
         document = yaml.safe_load(read_file(file))
     except yaml.YAMLError as error:
@@ -63,6 +71,10 @@ def planned(file: Path | None, given: Mapping[str, Any]) -> Mix:
         return mix_of({**document, **whole} if isinstance(document, dict) else document, lambda n: _trace(folder / n))
     except BadMix as error:
         raise usage_error(f"{name_of(file)}: {error}") from None
+
+
+def _flag(name: str) -> str:
+    return "--class" if name == "qos_class" else f"--{name.replace('_', '-')}"
 
 
 def _document(given: Mapping[str, Any]) -> dict[str, Any]:
