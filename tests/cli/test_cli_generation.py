@@ -8,7 +8,7 @@ from tests.cli.fake_server import VERSION, FakeRouter
 
 async def test_generate_streams_text_and_sends_what_was_asked(manylora: Manylora, router: FakeRouter) -> None:
     out = await manylora(
-        *("generate", "--tenant", "acme", "--adapter", "upper", "--class", "batch", "--max-tokens", "9"),
+        *("generate", "--tenant", "acme", "--adapter", "upper+lower:0.5", "--class", "batch", "--max-tokens", "9"),
         *("--temperature", "0.5", "--seed", "12", "--stop", "a", "--stop", "b c"),
         *("--priority", "-7", "--timeout", "60", "one two"),
     )
@@ -18,7 +18,12 @@ async def test_generate_streams_text_and_sends_what_was_asked(manylora: Manylora
     assert (request.sampling.temperature, request.sampling.seed) == (0.5, 12)
     assert not request.sampling.HasField("top_k")
     asked = {k: v for k, v in metadata.items() if k.startswith("x-")}
-    assert asked == {"x-tenant-id": "acme", "x-adapter-id": "upper", "x-request-class": "batch", "x-priority": "-7"}
+    assert asked == {
+        "x-tenant-id": "acme",
+        "x-adapter-id": "upper+lower:0.5",
+        "x-request-class": "batch",
+        "x-priority": "-7",
+    }
     (left_s,) = router.times_left_s
     assert left_s is not None
     assert 50 < left_s < 61  # grpc rounds it up

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from manylora.cli.overview import _ACCOUNTS, _GIVES_UP
+from manylora.cli.overview import _ACCOUNTS, _CIRCUITS, _GIVES_UP
+from manylora.client import CircuitStatus
 from manylora_shared.tenancy.overload import Rung
 
 from tests.cli.conftest import Manylora
@@ -120,3 +121,9 @@ async def test_rollouts_stand_with_what_is_known_against_them(manylora: Manylora
     lines = [" ".join(line.split()) for line in (await manylora("status")).stdout.splitlines()]
     assert "acme up@2 beside 1 10 % by user 1 > 10 > 50 7 of 200 2.5 of 100" in lines
     assert "acme down@2 beside 1 5 % by request by hand - -" in lines
+
+
+def test_a_circuit_of_several_adapters_names_all() -> None:
+    version = f"{'a' * 64}+{'b' * 64}:0.5"
+    circuit = CircuitStatus("acme", False, version, "r-1", False, 1.0, 1)
+    assert dict(_CIRCUITS)["refused"](circuit) == f"adapter {'a' * 12}+{'b' * 12}"

@@ -41,6 +41,10 @@ async def test_an_adapter_comes_and_goes() -> None:
             model="lower@1", messages=[{"role": "user", "content": "hi"}], user="me"
         )
         assert raw.headers["x-adapter"] == "lower@1"
+        raw = await client.chat.completions.with_raw_response.create(
+            model="upper+lower:0.5", messages=[{"role": "user", "content": "hi"}]
+        )
+        assert raw.headers["x-adapter"] == "upper@1+lower@1:0.5"
         with pytest.raises(openai.NotFoundError):
             await client.chat.completions.create(model="lower@2", messages=[{"role": "user", "content": "hi"}])
         told = await post(front, UNLOAD, front.key, lora_name="lower")  # its tenant's admin

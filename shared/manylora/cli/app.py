@@ -55,6 +55,7 @@ class KeyScope(enum.StrEnum):
     OPERATOR = "operator"
 
 
+Composed = Annotated[str, typer.Option(help="NAME[@VERSION], or several: a+b:0.5; without one the base model answers.")]
 RequestClass = Annotated[ServiceClass | None, typer.Option("--class", help="Service class; default: the router's.")]
 
 
@@ -110,7 +111,7 @@ def demo(as_json: Json = False) -> None:
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; `-` reads it from stdin.")] = None,
     tenant: Annotated[str, typer.Option(help="The tenant; a key that is bound to one needs no other.")] = "",
-    adapter: Annotated[str, typer.Option(help="The adapter's name; without one the base model answers.")] = "",
+    adapter: Composed = "",
     qos_class: RequestClass = None,
     priority: Annotated[
         int | None, typer.Option(min=-100, max=100, help="Among the tenant's own requests; higher is sooner.")
@@ -182,7 +183,7 @@ def generate(
 @with_sampling_options
 def chat(
     tenant: Annotated[str, typer.Option(help="The tenant; a key that is bound to one needs no other.")] = "",
-    adapter: Annotated[str, typer.Option(help="The adapter's name; without one the base model answers.")] = "",
+    adapter: Composed = "",
     qos_class: RequestClass = None,
     system: Annotated[str | None, typer.Option(help="The system's message.")] = None,
     max_tokens: Annotated[int, typer.Option(min=0, max=MAX_TOKEN_ID, help="0: the router's default.")] = 0,

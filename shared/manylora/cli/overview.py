@@ -165,7 +165,8 @@ def _ms(duration_ms: float | None) -> str:
 
 
 def _refused(circuit: CircuitStatus) -> str:
-    adapter = f"adapter {circuit.adapter_version[:12]}" if circuit.adapter_version else "base model"
+    digests = [part[:12] for part in circuit.adapter_version.split("+")]  # several: without their weights
+    adapter = f"adapter {'+'.join(digests)}" if circuit.adapter_version else "base model"
     return "whole tenant" if circuit.whole_tenant else adapter
 
 

@@ -54,7 +54,7 @@ export function page(session) {
     if (!status.scheduler.reachable) told.push("No scheduler leads: what runs goes on, new requests wait.");
     if (session.operator && !up.length) told.push("No worker is connected.");
     for (const each of status.workers.filter((worker) => worker.kept_out)) told.push(`Worker ${each.worker_id} is kept out: ${each.kept_out}`);
-    for (const each of status.circuits) told.push(`Requests of ${each.tenant_id} are refused because they kept failing (${each.whole_tenant ? "all of them" : each.adapter_version ? `adapter ${each.adapter_version.slice(0, 12)}` : "base model"}); tried again in ${seconds(each.retry_after_s)}.`);
+    for (const each of status.circuits) told.push(`Requests of ${each.tenant_id} are refused because they kept failing (${each.whole_tenant ? "all of them" : each.adapter_version ? `adapter ${each.adapter_version.split("+").map((part) => part.slice(0, 12)).join("+")}` : "base model"}); tried again in ${seconds(each.retry_after_s)}.`);
     if (status.quarantined_prompts) told.push(`${status.quarantined_prompts} prompts are quarantined: workers failed while they ran them.`);
     if (status.scheduler.etcd?.full) told.push("etcd is full and takes no changes.");
     show(alarms, told.map((text) => h("p", { class: "notice", role: "status" }, text)));
