@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,18 @@ async def answer(client: Client, adapter: str) -> str:
     return result.text
 
 
+@pytest.fixture(autouse=True)
+async def _nothing_is_left(whole: UpCluster) -> AsyncIterator[None]:
+    yield
+    async with Client(whole.router) as client:
+        for tenant in await client.tenants.list():
+            if tenant.tenant_id in (TENANT, "elder"):
+                await client.tenants.delete(tenant.tenant_id)
+
+
 async def test_the_gate_stops_a_worse_version_and_lets_a_better_one_through(whole: UpCluster, tmp_path: Path) -> None:
     async with Client(whole.router, tenant=TENANT) as client:
-        await client.tenants.apply("tenant_id: cedar")
+        await client.tenants.apply(f"tenant_id: {TENANT}")
         await client.adapters.add(TENANT, NAME, weakened(NAME, tmp_path / "weak", 0.3))
         await client.adapters.put_samples(TENANT, "golden", samples(skill_of(NAME)))
         await client.tenants.apply(GATE)

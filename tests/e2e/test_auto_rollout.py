@@ -69,6 +69,7 @@ async def test_a_version_that_answers_wrong_goes_back_and_one_that_pleases_is_pr
         assert status.rollout.auto == AutoRollout((20, 50), 60, 86400.0)
         line, _ = await until_judged(client, name, lambda text: 1.0)
         assert (line.in_force, [e.percent for e in line.events[-3:]]) == (2, [20, 50, 0])
+        await client.adapters.remove(TENANT, name)
 
 
 async def test_a_version_that_cannot_be_loaded_goes_back(whole: UpCluster) -> None:

@@ -166,7 +166,8 @@ class EngineMachine(RuleBasedStateMachine):
             emitted = [tuple(each[:length]) for each, length in zip(told, lengths, strict=True)]
             has_ended = [choice > 0 and choice == num_emitted % n for choice in range(n)]
             open_ones = [None if ended else each for each, ended in zip(emitted, has_ended, strict=True)]
-            request = replace(request, emitted=tuple(open_ones))
+            sampling = replace(request.sampling, prompt_logprobs=None)  # told before the first token
+            request = replace(request, emitted=tuple(open_ones), sampling=sampling)
         try:
             self.core.check(request)
             self.core.add(request, self.now)

@@ -41,7 +41,7 @@ class Behaviour:
 
 GOOD = Behaviour()
 BAD = {
-    "fails always": (Behaviour(fails=1.0), "errors", 20),
+    "fails always": (Behaviour(fails=1.0), "errors", 25),
     "fails often": (Behaviour(fails=0.2), "errors", 150),
     "slow to begin": (Behaviour(slower=2.0), "first_token", 100),
     "slow": (Behaviour(slower_token=1.5), "token_time", 150),

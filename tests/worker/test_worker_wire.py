@@ -70,6 +70,9 @@ def test_each_choice_of_a_resumed_request_is_told_where_it_stood() -> None:
     assert engine_request(execute(emitted=emitted, n=3), MODEL).emitted == ((7,), None, ())
     with pytest.raises(InvalidRequest, match="one a choice"):
         engine_request(execute(emitted=[{"token_ids": [7]}], n=2), MODEL)
+    scored = common_pb2.SamplingParams(seed=1, prompt_logprobs=2)
+    with pytest.raises(InvalidRequest, match="before the first token"):
+        engine_request(execute(emitted=emitted, n=3, sampling=scored), MODEL)
 
 
 def output(choice: int, position: int, *tokens: int, **more: Any) -> TokenOutput:

@@ -34,6 +34,7 @@ class RequestBounds:
         num_start = num_prompt + longest_emitted
         assert num_prompt > 0
         assert len(request.emitted) in (0, request.n)
+        assert not request.emitted or request.sampling.prompt_logprobs is None
         if num_start >= self._max_context_tokens:
             raise InvalidRequest.of(
                 "prompt_token_ids",

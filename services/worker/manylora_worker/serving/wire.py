@@ -87,6 +87,10 @@ def engine_request(message: worker_pb2.ExecuteRequest, model: ModelInfo) -> Engi
     sampling = Sampling.of_message(message.sampling)
     found.found += sampling.violations(model.vocab_size)
     check(not sampling.bad_words, "sampling.bad_words", "must come in tokens, as bad_sequences")
+    is_scored = sampling.prompt_logprobs is not None
+    check(
+        not (emitted and is_scored), "sampling.prompt_logprobs", "are told before the first token, not behind emitted"
+    )
     bad_sequences = tuple(tuple(each.token_ids) for each in message.bad_sequences)
     problem = barred_too_much(
         bad_sequences,
