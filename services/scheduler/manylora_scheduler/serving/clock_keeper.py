@@ -24,7 +24,7 @@ class ClockKeeper:
     def __init__(self, store: Store, epoch: int) -> None:
         self._store = store
         self._epoch = epoch
-        self._bank = 0
+        self._bank: int | None = 0  # that the index does not name; None: what became of the last index is not known
         self._saved: bytes | None = None
 
     async def load(self) -> Legacy | None:
@@ -58,15 +58,23 @@ class ClockKeeper:
         data = b"".join(steps)
         if data == self._saved:
             return True
+        bank = await self._free_bank()
         parts = [data[i : i + PART_BYTES] for i in range(0, len(data), PART_BYTES)]
         for i, part in enumerate(parts):
-            if not await self._put(keys.scheduler_clock_part(self._bank, i), part):
+            if not await self._put(keys.scheduler_clock_part(bank, i), part):
                 return False
-        index = ClockIndexRecord(bank=self._bank, parts=len(parts), size_bytes=len(data))
+        index = ClockIndexRecord(bank=bank, parts=len(parts), size_bytes=len(data))
+        self._bank = None
         if not await self._put(keys.SCHEDULER_CLOCK, index.to_json()):
             return False
-        self._bank, self._saved = 1 - self._bank, data
+        self._bank, self._saved = 1 - bank, data
         return True
+
+    async def _free_bank(self) -> int:
+        if self._bank is None:  # the answer was lost, and the store may have written it
+            kv = await self._store.get(keys.SCHEDULER_CLOCK)
+            self._bank = 0 if kv is None else 1 - ClockIndexRecord.stored(kv).bank
+        return self._bank
 
     async def _put(self, key: str, value: bytes) -> bool:
         leading = [Compare(keys.SCHEDULER_LEADER, self._epoch)]
