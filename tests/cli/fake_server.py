@@ -111,6 +111,16 @@ class FakeRouter:
                 request_id="r-1", adapter="upper@1", adapter_version=VERSION, seed=7, prompt_tokens=3
             ),
         )
+        try:
+            async for response in self._answer(prompt, request):
+                yield response
+        except (asyncio.CancelledError, GeneratorExit):  # wherever it finds the answer
+            self.cancelled += 1
+            raise
+
+    async def _answer(
+        self, prompt: str, request: inference_pb2.GenerateRequest
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         words = prompt.upper().split()
         tokens = list(request.token_ids.ids)
         frame = 0
@@ -128,10 +138,7 @@ class FakeRouter:
                 yield _finished(frame + 1, common_pb2.OUTCOME_WORKER_LOST, frame)
                 raise WorkerLost("worker w-1 was lost")
             if word == "HANG":
-                try:
-                    await _never()
-                finally:
-                    self.cancelled += 1
+                await _never()
         if tokens:
             frame += 1
             yield inference_pb2.GenerateResponse(frame=frame, delta=inference_pb2.Delta(token_ids=tokens))
