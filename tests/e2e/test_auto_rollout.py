@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 from manylora.client import AdapterLine, AutoRollout, Client, RequestFailed, Sampling
@@ -14,7 +14,7 @@ from tests.e2e.conftest import UpCluster
 
 pytestmark = pytest.mark.e2e
 
-TENANT, CALLERS, MOST_LOOKS = "birch", 12, 200
+TENANT, CALLERS, MOST_LOOKS = "birch", 12, 480
 RIGHT = "A1B2C"
 PLAN = AutoRollout(steps=(20, 50), min_requests=60)
 
@@ -52,6 +52,15 @@ async def until_judged(client: Client, name: str, score: Callable[[str], float] 
     return line, tried
 
 
+@pytest.fixture(autouse=True)
+async def _nothing_is_left(whole: UpCluster) -> AsyncIterator[None]:
+    yield
+    async with Client(whole.router) as client:
+        for adapter in await client.adapters.list(TENANT):
+            if adapter.name in ("judged", "broken"):
+                await client.adapters.remove(TENANT, adapter.name)
+
+
 async def test_a_version_that_answers_wrong_goes_back_and_one_that_pleases_is_promoted(whole: UpCluster) -> None:
     name = "judged"
     async with Client(whole.router, tenant=TENANT) as client:
@@ -69,7 +78,6 @@ async def test_a_version_that_answers_wrong_goes_back_and_one_that_pleases_is_pr
         assert status.rollout.auto == AutoRollout((20, 50), 60, 86400.0)
         line, _ = await until_judged(client, name, lambda text: 1.0)
         assert (line.in_force, [e.percent for e in line.events[-3:]]) == (2, [20, 50, 0])
-        await client.adapters.remove(TENANT, name)
 
 
 async def test_a_version_that_cannot_be_loaded_goes_back(whole: UpCluster) -> None:
@@ -87,4 +95,3 @@ async def test_a_version_that_cannot_be_loaded_goes_back(whole: UpCluster) -> No
         assert (line.in_force, line.events[-1].change) == (1, "rollback")
         assert line.events[-1].why.startswith("errors: ")
         assert tried < 150
-        await client.adapters.remove(TENANT, name)

@@ -14,7 +14,7 @@ from manylora_shared.coordination.base import StoreUnavailable, TxnResult
 from manylora_shared.coordination.records import AdapterRecord
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.tenancy.adapter_line import AdapterVersion, Line
-from manylora_shared.tenancy.trial import MAX_TRIALS, Plan
+from manylora_shared.tenancy.trial import LEAST_STEP_S, MAX_TRIALS, Plan
 from manylora_sim.clock import FakeClock
 from manylora_sim.loop import run
 from manylora_sim.store import MemoryStore, MemoryStoreServer
@@ -86,10 +86,16 @@ def test_it_steps_and_promotes_and_says_why() -> None:
         await asyncio.sleep(1.5 * JUDGE_S)
         line = await rig.line()
         assert line.rollout is not None
+        assert line.rollout.percent == 10, "scores are still to come"
+        rig.clock.advance(LEAST_STEP_S)
+        await asyncio.sleep(1.5 * JUDGE_S)
+        line = await rig.line()
+        assert line.rollout is not None
         assert (line.rollout.percent, line.in_force.number) == (50, 1)
         assert line.events[-1].why.startswith("60 requests of version 2 and 600 of version 1 at 10 % gave no alarm")
         tell(rollouts, Counts(completed=60), Counts(completed=60))
-        await asyncio.sleep(JUDGE_S)
+        rig.clock.advance(LEAST_STEP_S)
+        await asyncio.sleep(1.5 * JUDGE_S)
         line = await rig.line()
         assert (line.rollout, line.in_force.number) == (None, 2)
         assert [(e.change, e.percent) for e in line.events] == [
@@ -130,6 +136,7 @@ def test_a_next_leader_goes_on_from_what_was_saved() -> None:
         await asyncio.sleep(SAVE_S + 1.5 * JUDGE_S)
         tell(first, Counts(completed=30), Counts(completed=30))
         await asyncio.sleep(1.5 * JUDGE_S)  # judged, and not saved
+        rig.clock.advance(LEAST_STEP_S)
         revision = (await rig.store.list(keys.ADAPTERS)).kvs[0].mod_revision
         second = await rig.lead()
         for leader in (first, second):
@@ -191,6 +198,7 @@ def test_a_decision_whose_answer_was_lost_is_made_once() -> None:
         rollouts = Rollouts(store, await rig.store.put(keys.SCHEDULER_LEADER, b"s"), rig.telemetry, rig.clock)
         rig.tasks.append(asyncio.create_task(rollouts.run()))
         tell(rollouts, Counts(completed=60), Counts(completed=60))
+        rig.clock.advance(LEAST_STEP_S)
         await asyncio.sleep(0.9 * JUDGE_S)
         txn, lost = store.txn, 0
 

@@ -137,7 +137,8 @@ def test_a_step_waits_for_requests_of_both_and_not_for_ever() -> None:
     trial.stepped(plan, 50)
     assert trial.verdict(2, 1, 1_000.0) is None
     trial.take(VersionCounts(completed=5), VersionCounts(completed=5), 3.0)
-    last = trial.verdict(2, 1, 1_000.0)
+    assert trial.verdict(2, 1, 1_009.0) is None, "scores are still to come"
+    last = trial.verdict(2, 1, 1_010.0)
     assert last is not None
     assert last.decision is Decision.PROMOTE
 

@@ -20,6 +20,7 @@ ALPHA = 0.01
 LIMIT = 1.0 / ALPHA  # of the evidence
 STEPS = (1, 10, 50)  # percent; after the last it is promoted
 MIN_REQUESTS = 200  # of each version in each step
+LEAST_STEP_S = 10.0  # a score comes some seconds behind its answer, and is told five more behind it
 STEP_LIMIT_S = 24 * 3600.0
 MAX_STEPS = 16
 MAX_TRIALS = 256  # of all tenants, at a time
@@ -259,13 +260,14 @@ class Trial:
         counts = f"{self._requests[0]} requests of version {to} and {self._requests[1]} of version {in_force}"
         if value >= LIMIT and self._evidence[worst].first_count >= MIN_OUTCOMES:
             return Verdict(Decision.ROLLBACK, self._told(worst, to, in_force, value), worst.value)
-        if min(self._requests) >= self.plan.min_requests:
+        step_s = now_unix_s - self.plan.step_since_unix_s
+        if min(self._requests) >= self.plan.min_requests and not 0.0 <= step_s < LEAST_STEP_S:
             why = f"{counts} at {self._percent} % gave no alarm (evidence {value:.3g}, limit {LIMIT:g})"
             percent = self.plan.after(self._percent)
             if percent is None:
                 return Verdict(Decision.PROMOTE, why, "requests")
             return Verdict(Decision.STEP, why, "requests", percent)
-        if now_unix_s - self.plan.step_since_unix_s >= self.plan.step_limit_s:
+        if step_s >= self.plan.step_limit_s:
             wanted = f"{self.plan.min_requests} of each were wanted in {self.plan.step_limit_s:g} s"
             return Verdict(Decision.ROLLBACK, f"there were {counts} at {self._percent} %; {wanted}", "time")
         return None
