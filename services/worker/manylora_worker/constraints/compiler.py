@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from manylora_worker.kinds.constraint import Matcher
 TENANT_BYTES = 32 << 20
 _KNOWN_TENANTS = 64
 _COMPILE_THREADS = 2
-_LANES_AT_ONCE = 4
+_MASK_THREADS = 4
 _LEAST_BYTES = 1 << 17  # of one that is compiled, measured; and for each byte of its grammar
 _BYTES_A_BYTE = 64
 
@@ -67,8 +66,7 @@ class ConstraintCompiler:
         self._tokenizer: tuple[LLTokenizer, Vocabulary] | None = None
         self._tenants: OrderedDict[TenantId, _Tenant] = OrderedDict()
         self._compiling = DeepThreads(_COMPILE_THREADS, "constraint-compiler")
-        self._masking = ThreadPoolExecutor(_LANES_AT_ONCE, "constraint-masks")
-        self._mask_threads = max(1, (os.cpu_count() or 1) // 2)
+        self._masking = ThreadPoolExecutor(_MASK_THREADS, "constraint-masks")
 
     def compile(self, tenant_id: TenantId, constraint: Constraint) -> Future[Compiled]:
         """Its exceptions: InvalidRequest; Unready: the model has no tokenizer that can be read."""
@@ -107,7 +105,7 @@ class ConstraintCompiler:
         with self._lock:
             tenant = self._tenants.get(tenant_id)
             if tenant is None:
-                tenant = self._tenants[tenant_id] = _Tenant(Lane(self._masking, self._notify, self._mask_threads))
+                tenant = self._tenants[tenant_id] = _Tenant(Lane(self._masking, self._notify))
                 if len(self._tenants) > _KNOWN_TENANTS:
                     self._tenants.popitem(last=False)
             compiled = Compiled(matcher, tenant.lane, list(words.end_token_ids), words.vocab_size, size_bytes)
