@@ -46,19 +46,8 @@ class AdapterDocuments(AdapterLines):
         """
         header = admin_pb2.AddAdapterHeader(tenant_id=tenant_id, name=name, judge=judge)
         folder = _set_source(header, source)
-        self._caller.check_open()
-        stream = self._caller.stream(_ADMIN["CheckAdapter"], timeout_s=timeout_s)
-        try:
-            for message in _check_parts(header, folder, samples):
-                await stream.write(message)
-            await stream.close_send()
-            answer = await stream.read()
-        except RpcError as error:
-            raise self._caller.failed(error) from None
-        finally:
-            stream.cancel()
-        if answer is None:
-            raise RequestFailed(Code.INTERNAL.name, "the server ended the upload without an answer")
+        parts = _check_parts(header, folder, samples)
+        answer = await self._caller.upload(_ADMIN["CheckAdapter"], parts, timeout_s=timeout_s)
         return CheckedAdapter(passed=answer.passed, report=json.loads(answer.report))
 
     async def report(

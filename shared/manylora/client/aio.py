@@ -6,7 +6,7 @@ import asyncio
 import collections
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
@@ -289,21 +289,13 @@ class Adapters(AdapterDocuments):
         on_progress: Progress | None,
         timeout_s: float,
     ) -> AdapterInfo:
-        self._caller.check_open()
-        stream = self._caller.stream(_ADMIN["AddAdapter"], timeout_s=timeout_s)
-        try:
+        def parts() -> Iterator[admin_pb2.AddAdapterRequest]:
             for message, sent_bytes in upload_parts(header, folder):
-                await stream.write(message)
+                yield message  # comes back when it is sent
                 if on_progress is not None and folder is not None:
                     on_progress(sent_bytes, folder.size_bytes)
-            await stream.close_send()
-            answer = await stream.read()
-        except RpcError as error:
-            raise self._caller.failed(error) from None
-        finally:
-            stream.cancel()
-        if answer is None:
-            raise RequestFailed(Code.INTERNAL.name, "the server ended the upload without an answer")
+
+        answer = await self._caller.upload(_ADMIN["AddAdapter"], parts(), timeout_s=timeout_s)
         return adapter_from(answer.adapter)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from google.protobuf.message import Message
@@ -62,6 +62,23 @@ class Caller:
             return False
         await asyncio.sleep(delay_s)
         return True
+
+    async def upload(self, method: Method, messages: Iterable[Message], *, timeout_s: float) -> Any:
+        """The one answer to a stream of messages, none of which is sent twice. Raises RequestFailed."""
+        self.check_open()
+        stream = self.stream(method, timeout_s=timeout_s)
+        try:
+            for message in messages:
+                await stream.write(message)
+            await stream.close_send()
+            answer = await stream.read()
+        except RpcError as error:
+            raise self.failed(error) from None
+        finally:
+            stream.cancel()
+        if answer is None:
+            raise RequestFailed(Code.INTERNAL.name, "the server ended the upload without an answer")
+        return answer
 
     async def call(
         self,
