@@ -18,6 +18,7 @@
 # `-- Interrupted                   after it was queued
 #     |-- WorkerLost
 #     |-- ServiceUnavailable        one that the request needs
+#     |   |-- AdapterUnavailable    its store, or its worker's disk, cannot give it now
 #     |   `-- GateInconclusive      the quality gate could not judge the adapter
 #     |-- DeadlineExceeded
 #     |-- Cancelled
@@ -232,6 +233,10 @@ class WorkerLost(Interrupted):
 class ServiceUnavailable(Interrupted):
     code = Code.UNAVAILABLE
     label = "unavailable"
+
+
+class AdapterUnavailable(ServiceUnavailable):
+    label = "adapter_unavailable"
 
 
 class GateInconclusive(ServiceUnavailable):

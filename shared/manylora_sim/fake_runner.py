@@ -433,6 +433,7 @@ class FakeAdapterBackend:
         self._error_of = error_of
         self._loads: dict[AdapterUid, tuple[float, AdapterTier]] = {}
         self.when_due: Callable[[float], object] = lambda due: None  # for who does not poll
+        self.on_disk: dict[AdapterUid, None] = {}
         self.on_host: dict[AdapterUid, None] = {}
         self.on_device: dict[AdapterUid, None] = {}
         self.is_closed = False
@@ -462,9 +463,11 @@ class FakeAdapterBackend:
             _, tier = self._loads.pop(uid)
             error = self._error_of(uid, tier)
             if error is None:
-                (self.on_host if tier is AdapterTier.HOST else self.on_device)[uid] = None
+                held = {AdapterTier.DISK: self.on_disk, AdapterTier.HOST: self.on_host}
+                held.get(tier, self.on_device)[uid] = None
             size_bytes = self._size_bytes(uid) if tier is AdapterTier.HOST and error is None else 0
-            events.append(AdapterEvent(uid, tier, size_bytes, error))
+            is_passing = tier is AdapterTier.DISK and error is not None
+            events.append(AdapterEvent(uid, tier, size_bytes, error, is_passing))
         return events
 
     def drop_device(self, uid: AdapterUid) -> None:
@@ -476,6 +479,18 @@ class FakeAdapterBackend:
 
     def close(self) -> None:
         self.is_closed = True
+
+
+class FakeFarBackend(FakeAdapterBackend):
+    """A FarBackend whose disk is empty at first; the error of a fetch is a passing one."""
+
+    def is_near(self, uid: AdapterUid) -> bool:
+        return uid in self.on_disk
+
+    def start_fetch(self, uid: AdapterUid) -> None:
+        assert uid not in self._loads, "one load an adapter at a time"
+        assert uid not in self.on_disk
+        self._start(uid, AdapterTier.DISK)
 
 
 class FakeValidator:

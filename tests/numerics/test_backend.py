@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from manylora_shared.errors import InvalidRequest, ServiceUnavailable
 from manylora_shared.ids import AdapterUid
 from manylora_worker.config import WorkerConfig
 from manylora_worker.kinds.api import AdapterEvent, AdapterTier
@@ -135,6 +136,50 @@ def test_errors_are_events(setup: Setup) -> None:
     first, second = setup.next_events(2)
     assert "not what was registered" in (first.error or "")
     assert "not a folder" in (second.error or "")
+
+
+class Far(FolderStore):
+    """A far store that fails with `error` where there is one."""
+
+    error: Exception | None = None
+    is_far = True
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.brought: dict[AdapterUid, None] = {}
+
+    def has(self, uid: AdapterUid) -> bool:
+        return uid in self.brought
+
+    def fetch(self, uid: AdapterUid, lent: str | None) -> None:
+        if self.error is not None:
+            raise self.error
+        self.brought[uid] = None
+
+
+def test_whose_the_failure_of_a_fetch_is(setup: Setup, tmp_path: Path) -> None:
+    store, reader = Far(tmp_path), LocalReader(setup.family.loaded.adapter_base(), LIMITS)
+    backend = TorchAdapterBackend(store, reader, setup.runner, notify=setup.woken.release)
+    uid = setup.uids["rank-1"]
+
+    def fetch() -> AdapterEvent:
+        backend.start_fetch(uid)
+        assert setup.woken.acquire(timeout=10)
+        (event,) = backend.poll()
+        return event
+
+    for error, is_passing in (
+        (ServiceUnavailable("the bucket cannot be used now"), True),
+        (OSError("the disk is full"), True),
+        (InvalidRequest.of("adapter", "is not what was registered"), False),
+    ):
+        store.error = error
+        assert fetch() == AdapterEvent(uid, AdapterTier.DISK, error=str(error), is_passing=is_passing)
+        assert not backend.is_near(uid)
+    store.error = None
+    assert fetch() == AdapterEvent(uid, AdapterTier.DISK)
+    assert backend.is_near(uid)
+    backend.close()
 
 
 def test_the_engines_threads_are_its_own(setup: Setup) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -45,6 +46,37 @@ def test_samples_are_kept_under_their_tenant_and_counted() -> None:
         with pytest.raises(RpcError) as error:
             await call(cluster, "RemoveSamples", tenant_id="acme", name="golden")
         assert error.value.code is Code.NOT_FOUND
+
+    simulate(test)
+
+
+def test_no_two_puts_at_a_time_take_a_tenants_last_place() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        for number in range(MAX_SAMPLE_SETS - 1):
+            await call(cluster, "PutSamples", tenant_id="acme", name=f"set-{number}", samples=SAMPLES)
+        late = [call(cluster, "PutSamples", tenant_id="acme", name=f"late-{each}", samples=SAMPLES) for each in "abc"]
+        ends = await asyncio.gather(*late, return_exceptions=True)
+        assert [type(end) for end in ends].count(RpcError) == 2
+        assert len((await call(cluster, "ListSamples", tenant_id="acme")).samples) == MAX_SAMPLE_SETS
+
+    simulate(test)
+
+
+def test_of_two_routers_that_take_the_last_place_none_exceeds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(cluster: RouterCluster) -> None:
+        for number in range(MAX_SAMPLE_SETS - 1):
+            await call(cluster, "PutSamples", tenant_id="acme", name=f"set-{number}", samples=SAMPLES)
+        put = cluster.documents.put
+
+        async def both(path: str, data: bytes) -> None:
+            await put(path.replace("mine", "others"), data)
+            await put(path, data)
+
+        monkeypatch.setattr(cluster.documents, "put", both)
+        with pytest.raises(RpcError) as error:
+            await call(cluster, "PutSamples", tenant_id="acme", name="mine", samples=SAMPLES)
+        assert error.value.code is Code.RESOURCE_EXHAUSTED
+        assert len((await call(cluster, "ListSamples", tenant_id="acme")).samples) == MAX_SAMPLE_SETS
 
     simulate(test)
 

@@ -9,7 +9,7 @@ import pytest
 from manylora_router.admin import sources
 from manylora_router.admin.sources import SourceRule, Sources, read_rules
 from manylora_shared.errors import DeadlineExceeded, InvalidRequest, PermissionDenied, ServiceUnavailable
-from manylora_shared.stores.adapter_files import WEIGHTS_NAME
+from manylora_shared.stores.adapter_files import CONFIG_NAME, WEIGHTS_NAME
 from manylora_shared.stores.web_folder import WebFolder
 from manylora_sim.adapter_files import MemoryAdapterFiles
 
@@ -105,6 +105,31 @@ async def test_a_source_that_stands_still_or_breaks_off_ends(
     site.is_over.set()
     with pytest.raises(ServiceUnavailable, match="broke off after 8 of 18"):
         await bring(made, site, monkeypatch)
+
+
+async def test_a_mirror_of_the_hub_is_asked_in_its_place(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the hub does, it leads a file's name to where its content is."""
+    (tmp_path / "token").write_text("hf_secret")
+    monkeypatch.setenv("HF_ENDPOINT", f"{site.base}/")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    rule = SourceRule("hf://team-a/", frozenset({"a"}), token=f"file:{tmp_path / 'token'}")
+    made = Sources((rule,), max_weights_bytes=4_000_000)
+    for revision, wanted in (("main", ""), ("v1", "@v1")):
+        site.seen.clear()
+        site.redirects = {f"/team-a/x/resolve/{revision}/{n}": f"/a/{n}" for n in (CONFIG_NAME, WEIGHTS_NAME)}
+        files = MemoryAdapterFiles()
+        incoming = await files.begin()
+        await made.bring(f"hf://team-a/x{wanted}", "a", is_operator=False, files=files, incoming=incoming)
+        assert files.files[incoming] == {name.removeprefix("/a/"): content for name, content in CONTENT.items()}
+        assert {token for _, token in site.seen} == {"Bearer hf_secret"}
+        assert {path for path, _ in site.seen if "resolve" in path} >= site.redirects.keys()
+    with pytest.raises(PermissionDenied):
+        await made.bring("hf://team-a/x", "b", is_operator=False, files=files, incoming=incoming)
+    with pytest.raises(InvalidRequest, match="is missing"):
+        await made.bring("hf://team-a/y", "a", is_operator=False, files=files, incoming=await files.begin())
+    made.close()
 
 
 def test_a_narrower_rule_keeps_out_whom_a_wider_one_lets_in() -> None:

@@ -288,6 +288,7 @@ def test_a_worker_that_dies_after_the_last_stop_string_takes_nothing_away() -> N
     ("outcome", "seen", "code"),
     [
         (common_pb2.OUTCOME_ADAPTER_FAILED, common_pb2.OUTCOME_ADAPTER_FAILED, Code.FAILED_PRECONDITION),
+        (common_pb2.OUTCOME_ADAPTER_UNAVAILABLE, common_pb2.OUTCOME_ADAPTER_UNAVAILABLE, Code.UNAVAILABLE),
         (common_pb2.OUTCOME_SLOW_READER, common_pb2.OUTCOME_SLOW_READER, Code.RESOURCE_EXHAUSTED),
         (common_pb2.OUTCOME_INTERNAL, common_pb2.OUTCOME_INTERNAL, Code.INTERNAL),
         (common_pb2.OUTCOME_COMPLETED, common_pb2.OUTCOME_INTERNAL, Code.INTERNAL),

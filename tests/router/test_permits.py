@@ -55,6 +55,11 @@ async def no_adapter(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker
     yield finished(1, common_pb2.OUTCOME_ADAPTER_FAILED, "the files are gone")
 
 
+async def no_store(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+    yield STARTED
+    yield finished(1, common_pb2.OUTCOME_ADAPTER_UNAVAILABLE, "the bucket cannot be used now")
+
+
 def set_scripts(cluster: RouterCluster, script: Any) -> None:
     for worker in cluster.workers:
         worker.script = script
@@ -92,6 +97,21 @@ async def circuits_told(cluster: RouterCluster) -> dict[str, float]:
     cluster.app.calls.metrics.refusing(guard.circuits(loop.time()), guard.num_quarantined(loop.time()))
     found = cluster.telemetry.recorded_metrics()
     return {kind: found[Metrics.CIRCUITS, frozenset({(Attribute.KIND, kind)})] for kind in ("open", "half_open")}
+
+
+def test_a_store_that_does_not_answer_counts_against_no_adapter() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        set_scripts(cluster, no_store)
+        for _ in range(2 * ADAPTER_THRESHOLD):
+            answer = await cluster.ask(text_request(), x_adapter_id="upper")
+            assert error_of(answer) == (Code.UNAVAILABLE, "adapter_unavailable")
+            assert answer.error is not None
+            assert answer.error.retry_after_s == 1.0
+        assert (await status_of(cluster.client)).circuits == []
+        set_scripts(cluster, say("hello"))
+        assert (await cluster.ask(text_request(), x_adapter_id="upper")).text == "hello"
+
+    simulate(test)
 
 
 def test_an_adapter_that_keeps_failing_is_refused_until_a_probe_succeeds() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +55,23 @@ async def test_documents_are_replaced_listed_and_removed(pair: tuple[AdapterFile
     await documents.delete(golden)
     await documents.delete(golden)
     assert [each.path for each in await documents.held("acme")] == []
+
+
+async def test_what_a_crash_leaves_of_a_document_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents, files = LocalDocuments(tmp_path), LocalAdapterFiles(tmp_path)
+
+    def crash(source: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", crash)
+        patched.setattr(shutil, "rmtree", lambda *_, **__: None)  # nothing runs after a crash
+        with pytest.raises(KeyboardInterrupt):
+            documents._put(path_of("acme", SAMPLES, "golden"), b"half")
+    assert await documents.held() == []
+    (left,) = (tmp_path / "incoming").iterdir()
+    assert await files.sweep(now_unix_s=time.time() + 100, older_than_s=50) == 1
+    assert not left.exists()
 
 
 async def test_an_adapters_files_come_in_parts(pair: tuple[AdapterFiles, Documents]) -> None:

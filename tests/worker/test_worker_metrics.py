@@ -104,7 +104,7 @@ def test_ten_thousand_tenants_with_an_adapter_each_have_bounded_series() -> None
     for number in range(12_000):
         tenant, uid = TenantId(f"t{number % 10_000}"), AdapterUid(f"u{number % 10_000}")
         request = EngineRequest(RequestId(f"r{number}"), tenant, QosClass.BATCH, uid, (1, 2), 4, Sampling())
-        view.adapters = {uid: AdapterTier(1 + number % 2), AdapterUid(f"u{number % 7}"): AdapterTier.DEVICE}
+        view.adapters = {uid: AdapterTier(2 + number % 2), AdapterUid(f"u{number % 7}"): AdapterTier.DEVICE}
         view.kv_blocks = {tenant: 3, TenantId(f"t{number % 7}"): 1}
         view.setbacks = {tenant: Setbacks(preemptions=number + 1)}
         metrics.comes(request, f"a{number % 10_000}")

@@ -22,6 +22,7 @@ from manylora_worker.app import WorkerApp
 from manylora_worker.config import WorkerConfig
 from manylora_worker.hosting.engine import C, EngineBuilder, host
 from manylora_worker.hosting.runtime import Runtime
+from manylora_worker.kinds.api import FarBackend
 from manylora_worker.models.parts import EngineParts
 
 _LOG = logging.getLogger("manylora_worker")
@@ -36,6 +37,7 @@ async def build(config: WorkerConfig, runtime: Runtime, engine: EngineParts, par
         runtime=runtime,
         validate=engine.validator,
         constraints=engine.constraints,
+        is_near=engine.backend.is_near if isinstance(engine.backend, FarBackend) else lambda uid: True,
         telemetry=parts.telemetry,
         rng=parts.rng,
         peer_secret=parts.peer_secret,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from manylora_shared.coordination import keys
@@ -13,6 +13,7 @@ from manylora_shared.coordination.base import Store, StoreUnavailable
 from manylora_shared.coordination.peers import PeerSecret, guarded
 from manylora_shared.coordination.records import WorkerRecord
 from manylora_shared.coordination.session import first_of
+from manylora_shared.ids import AdapterUid
 from manylora_shared.process.clock import SystemClock
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.telemetry.logs import fields
@@ -45,6 +46,7 @@ class WorkerApp:
         runtime: Runtime,
         validate: AdapterValidator,
         constraints: ConstraintCompiler | None = None,
+        is_near: Callable[[AdapterUid], bool] = lambda uid: True,
         telemetry: Telemetry,
         rng: random.Random,
         peer_secret: PeerSecret,
@@ -65,6 +67,7 @@ class WorkerApp:
             block_bytes=runtime.model.kv_block_bytes,
             sequence_slots=config.sequence_slots,
             device_adapter_bytes=config.device_adapter_bytes,
+            is_near=is_near,
         )
         self._has_readers = telemetry.has_metrics
         self._constraints = constraints

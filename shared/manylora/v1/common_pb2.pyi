@@ -31,6 +31,7 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_INTERNAL: _ClassVar[Outcome]
     OUTCOME_SLOW_READER: _ClassVar[Outcome]
     OUTCOME_QUOTA_EXHAUSTED: _ClassVar[Outcome]
+    OUTCOME_ADAPTER_UNAVAILABLE: _ClassVar[Outcome]
 QOS_CLASS_UNSPECIFIED: QosClass
 QOS_CLASS_INTERACTIVE: QosClass
 QOS_CLASS_STANDARD: QosClass
@@ -47,6 +48,7 @@ OUTCOME_ADAPTER_FAILED: Outcome
 OUTCOME_INTERNAL: Outcome
 OUTCOME_SLOW_READER: Outcome
 OUTCOME_QUOTA_EXHAUSTED: Outcome
+OUTCOME_ADAPTER_UNAVAILABLE: Outcome
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "top_logprobs", "logit_bias", "min_tokens", "bad_words", "prompt_logprobs", "allowed_token_ids")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -27,6 +28,8 @@ PART_BYTES = 4 << 20
 _SENT_PART_BYTES = 8 << 20  # S3 takes no smaller ones than 5 MiB
 _PARTS_AT_A_TIME = 4
 _RETRY_S = 1.0
+IDLE_S = 60.0  # how long the parts of an object may be waited for in all, beside the time that its bytes take
+SLOWEST_BYTES_PER_S = 256 << 10
 # Of one call: a part of PART_BYTES, or a request without content.
 _CLIENT = {"timeout": "30s", "connect_timeout": "5s"}
 _RETRIES: Mapping[str, Any] = {"max_retries": 2}
@@ -85,10 +88,14 @@ class Bucket:
 
     def parts(self, stored: StoredObject) -> Iterator[bytes]:
         """Its content, as it was when `stored` was read. Raises ObjectMissing, ServiceUnavailable, InvalidRequest."""
-        first = 0
+        first, waited_s = 0, 0.0
         while first < stored.size_bytes:
+            if waited_s > IDLE_S + first / SLOWEST_BYTES_PER_S:
+                raise ServiceUnavailable("the bucket gives what is asked for too slowly", retry_after_s=_RETRY_S)
             last = min(first + PART_BYTES, stored.size_bytes)
+            asked_at = time.monotonic()
             data = self._told(stored.path, functools.partial(self._part, stored, first, last))
+            waited_s += time.monotonic() - asked_at
             if len(data) != last - first:
                 raise InvalidRequest.of(stored.path, f"is truncated: it ends before its {stored.size_bytes} bytes")
             yield data

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import IO, Protocol
 
 from manylora_shared.errors import NotFound
 from manylora_shared.ids import AdapterDigest
-from manylora_shared.stores.adapter_files import DOCUMENTS, FILE_NAMES, object_path, open_regular
+from manylora_shared.stores.adapter_files import DOCUMENTS, FILE_NAMES, INCOMING, object_path, open_regular
 from manylora_shared.stores.bucket import Bucket, ObjectMissing
 
 SAMPLES = "samples"
@@ -102,16 +103,17 @@ class LocalDocuments:
     def _put(self, path: str, data: bytes) -> None:
         target = self._root / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = target.with_name(f".{secrets.token_hex(8)}")  # no valid name, so in no list
+        # a folder as an adapter's on its way has: what a crash leaves is swept with those
+        incoming = self._root / INCOMING / secrets.token_hex(16)
+        incoming.mkdir(parents=True)
         try:
-            with unfinished.open("xb") as file:
+            with (incoming / "document").open("xb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(unfinished, target)
-        except BaseException:
-            unfinished.unlink(missing_ok=True)
-            raise
+            os.replace(incoming / "document", target)
+        finally:
+            shutil.rmtree(incoming, ignore_errors=True)
 
     def _list(self, under: str) -> list[Document]:
         found: list[Document] = []

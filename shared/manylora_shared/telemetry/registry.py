@@ -267,7 +267,7 @@ class Metrics:
         "adapter_requests",
         "counter",
         "worker",
-        "Requests by where their adapter was when they came: device, host, disk",
+        "Requests by where their adapter was when they came: device, host, disk, store (far)",
         (Attribute.TENANT_ID, Attribute.TIER),
     )
     ADAPTER_LOADS = Metric(
@@ -282,7 +282,7 @@ class Metrics:
         "adapter_cold_start_seconds",
         "histogram",
         "worker",
-        "Wait for an adapter, by where it was: host, disk",
+        "Wait for an adapter, by where it was: host, disk, store (far)",
         (Attribute.TIER,),
         "s",
         _SECONDS,

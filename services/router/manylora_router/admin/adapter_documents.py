@@ -5,8 +5,10 @@ Owns how many files are read out at a time.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 from manylora.v1 import admin_pb2
 from manylora_shared.coordination import keys
@@ -37,6 +39,7 @@ class AdapterDocuments:
         self._documents = documents
         self._validation = validation
         self._reads = Places(_MAX_READS, kept=_KEPT_READS, few=1)
+        self._puts: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # a tenant's, one by one
 
     @property
     def handlers(self) -> dict[str, Callable[..., Any]]:
@@ -53,14 +56,25 @@ class AdapterDocuments:
         if problem := name_problem(request.name):
             raise InvalidRequest.of("name", problem)
         samples = parse_samples(request.samples)
-        held = {each.name for each in await self._documents.held(tenant_id, SAMPLES)}
-        if request.name not in held and len(held) >= MAX_SAMPLE_SETS:
-            raise Overloaded(f"name: the tenant has {MAX_SAMPLE_SETS} sets of samples, as many as it may have")
-        await self._documents.put(path_of(tenant_id, SAMPLES, request.name), request.samples)
-        found = [each for each in await self._documents.held(tenant_id, SAMPLES) if each.name == request.name]
-        told = _info(found[0]) if found else admin_pb2.SamplesInfo(name=request.name)
+        async with self._puts.setdefault(tenant_id, asyncio.Lock()):
+            found = await self._put(tenant_id, request.name, request.samples)
+        told = _info(found) if found is not None else admin_pb2.SamplesInfo(name=request.name)
         told.count = len(samples)
         return admin_pb2.PutSamplesResponse(samples=told)
+
+    async def _put(self, tenant_id: str, name: str, samples: bytes) -> Document | None:
+        """None: it has been removed since. Raises Overloaded."""
+        full = Overloaded(f"name: the tenant has {MAX_SAMPLE_SETS} sets of samples, as many as it may have")
+        held = {each.name for each in await self._documents.held(tenant_id, SAMPLES)}
+        if name not in held and len(held) >= MAX_SAMPLE_SETS:
+            raise full
+        path = path_of(tenant_id, SAMPLES, name)
+        await self._documents.put(path, samples)
+        after = {each.name: each for each in await self._documents.held(tenant_id, SAMPLES)}
+        if name not in held and len(after) > MAX_SAMPLE_SETS:
+            await self._documents.delete(path)  # another router took the last place at the same time
+            raise full
+        return after.get(name)
 
     async def list_samples(
         self, request: admin_pb2.ListSamplesRequest, call: ServerCall

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from manylora.v1 import common_pb2, worker_pb2
 from manylora_shared.errors import (
     AdapterFailed,
+    AdapterUnavailable,
     Cancelled,
     DeadlineExceeded,
     InternalError,
@@ -416,6 +417,11 @@ class Execution:
             case common_pb2.OUTCOME_ADAPTER_FAILED:
                 name = self.job.adapter.name if self.job.adapter else ""
                 raise AdapterFailed(f"adapter {name!r} failed: {finished.message}")
+            case common_pb2.OUTCOME_ADAPTER_UNAVAILABLE:
+                name = self.job.adapter.name if self.job.adapter else ""
+                raise AdapterUnavailable(
+                    f"adapter {name!r} cannot be loaded now: {finished.message}", retry_after_s=1.0
+                )
             case common_pb2.OUTCOME_SLOW_READER if self._lease.was_held_up:
                 raise QuotaExhausted(
                     "the tenant's quota gave tokens more slowly than they were made", retry_after_s=1.0
@@ -511,6 +517,8 @@ def _outcome_of(error: ManyloraError) -> common_pb2.Outcome:
             return common_pb2.OUTCOME_WORKER_LOST
         case AdapterFailed():
             return common_pb2.OUTCOME_ADAPTER_FAILED
+        case AdapterUnavailable():
+            return common_pb2.OUTCOME_ADAPTER_UNAVAILABLE
         case SlowReader():
             return common_pb2.OUTCOME_SLOW_READER
         case QuotaExhausted():

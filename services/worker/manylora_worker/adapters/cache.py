@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from manylora_shared.composition import uids_of
@@ -18,7 +18,7 @@ from manylora_worker.adapters.load_order import LoadOrder
 from manylora_worker.adapters.loading import LOOK_AGAIN_S, Loading, Versions
 from manylora_worker.adapters.overtaking import Overtaking
 from manylora_worker.adapters.pins import Pin, PinBook, PinState
-from manylora_worker.adapters.residency import Residency
+from manylora_worker.adapters.residency import FetchLimits, Residency
 from manylora_worker.adapters.room import Entry, Eviction, TierRoom
 from manylora_worker.adapters.standings import Standings
 from manylora_worker.kinds.api import AdapterBackend, AdapterEvent, AdapterTier
@@ -37,6 +37,7 @@ class AdapterCacheLimits:
     borrow_after_s: float = 30.0  # what was not used for so long may go for whoever needs room, shares aside
     borrow_copy_after_s: float = 1.0  # the same, on the device, where the host has a copy: it is back in milliseconds
     patience_s: float = 1.0  # then a tenant that has nothing else may take what nobody uses, shares aside
+    fetches: FetchLimits = field(default_factory=FetchLimits)
 
     def __post_init__(self) -> None:
         if min(self.host_bytes, self.device_bytes, self.host_loads, self.device_loads) < 1 or self.max_overtakes < 0:
@@ -48,6 +49,7 @@ class AdapterFailure:
     uid: AdapterUid
     message: str
     holders: Sequence[RequestId]
+    is_passing: bool = False  # it is the store's or this machine's fault: another try may succeed
 
 
 @dataclass(eq=False)
@@ -108,6 +110,7 @@ class AdapterCache:
             backend,
             {AdapterTier.HOST: self._host, AdapterTier.DEVICE: self._device},
             {AdapterTier.HOST: limits.host_loads, AdapterTier.DEVICE: limits.device_loads},
+            limits.fetches,
         )
         self._order = LoadOrder(weight_of)
         self._pins = PinBook(limits.device_bytes, weight_of)
@@ -340,6 +343,8 @@ class AdapterCache:
             self._fail(entry, problem, failed, now)
         elif entry.on_host:
             self._loading.to_device(entry, tenant_id, now)
+        elif not self._residency.is_near(entry):
+            self._loading.fetch(entry, tenant_id)
         else:
             self._loading.to_host(entry, tenant_id, now)
 
@@ -426,7 +431,12 @@ class AdapterCache:
     def _take_event(self, event: AdapterEvent, failed: list[AdapterFailure], now: float) -> None:
         entry = self._residency.end_load(event)
         if event.error is not None:
-            self._fail(entry, event.error, failed, now)
+            if not self._residency.is_fetched_again(entry, event):
+                self._fail(entry, event.error, failed, now, is_passing=event.is_passing)
+            else:
+                self._residency.forget_if_unused(entry)
+        elif event.tier is AdapterTier.DISK:
+            self._residency.forget_if_unused(entry)
         elif event.tier is AdapterTier.DEVICE:
             self._pins.arrived(entry.uid)
         else:
@@ -449,7 +459,9 @@ class AdapterCache:
                 return f"the adapter takes {entry.size_bytes} bytes, and what is pinned leaves {left} on the device"
         return None
 
-    def _fail(self, entry: Entry, message: str, failed: list[AdapterFailure], now: float) -> None:
+    def _fail(
+        self, entry: Entry, message: str, failed: list[AdapterFailure], now: float, *, is_passing: bool = False
+    ) -> None:
         holders = list(entry.waiters)
         entry.waiters.clear()
         for holder in holders:
@@ -464,5 +476,5 @@ class AdapterCache:
             self._leave_queue(entry, tenant)
         self._residency.drop_vain_claims(entry)
         if holders:
-            failed.append(AdapterFailure(entry.uid, message, holders))
+            failed.append(AdapterFailure(entry.uid, message, holders, is_passing))
         self._end_prefetch(entry)

@@ -49,6 +49,11 @@ class Loading:
         self._overtaking.unblock(tenant_id, entry)
         self._begin(entry, AdapterTier.DEVICE, tenant_id, plan)
 
+    def fetch(self, entry: Entry, tenant_id: TenantId) -> None:
+        """From a far store."""
+        if self._residency.may_fetch(tenant_id):
+            self._residency.begin_fetch(entry, tenant_id)
+
     def to_host(self, entry: Entry, tenant_id: TenantId, now: float) -> None:
         """From disk."""
         if not self._residency.may_load(AdapterTier.HOST):
@@ -60,6 +65,10 @@ class Loading:
     def prefetch(self, entry: Entry, tenant_id: TenantId | None, now: float) -> bool:
         """A tier up, if there is room without waiting. Returns whether nothing is left to do."""
         tier = AdapterTier.DEVICE if entry.on_host else AdapterTier.HOST
+        if tier is AdapterTier.HOST and not self._residency.is_near(entry):
+            if self._residency.may_fetch(tenant_id, is_prefetch=True):
+                self._residency.begin_fetch(entry, tenant_id)
+            return False
         if tier is AdapterTier.DEVICE and self._overtaking:
             return True
         if not self._residency.may_load(tier):

@@ -1,27 +1,46 @@
 """Which adapter is on which tier, and the loads between them. AdapterCache writes it; an AdapterBackend loads.
 
-disk --load--> HOST --load--> DEVICE, which may lose its host copy
+a far store --fetch--> disk --load--> HOST --load--> DEVICE, which may lose its host copy
+
+A fetch may hang for as long as its time limit: it has a place of its tenant, and none of a load.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
 from manylora_worker.adapters.room import Entry, Eviction, Plan, TierRoom
-from manylora_worker.kinds.api import AdapterBackend, AdapterEvent, AdapterTier
+from manylora_worker.kinds.api import AdapterBackend, AdapterEvent, AdapterTier, FarBackend
 
 _KNOWN_SIZES = 4096  # remembered of adapters that are on disk only
+_MAX_REFETCHES = 2  # of what leaves the disk before it is read
+
+
+@dataclass(frozen=True)
+class FetchLimits:
+    """At the same time. Once half of all are under way, a tenant begins one only where it has none."""
+
+    all: int = 64
+    of_tenant: int = 4
 
 
 class Residency:
     """max_loads: to each tier at the same time."""
 
     def __init__(
-        self, backend: AdapterBackend, rooms: Mapping[AdapterTier, TierRoom], max_loads: Mapping[AdapterTier, int]
+        self,
+        backend: AdapterBackend,
+        rooms: Mapping[AdapterTier, TierRoom],
+        max_loads: Mapping[AdapterTier, int],
+        fetches: FetchLimits = FetchLimits(),
     ) -> None:
         self._backend = backend
+        self._far = backend if isinstance(backend, FarBackend) else None
+        self._fetch_limits = fetches
+        self._fetches: dict[TenantId | None, int] = {}
         self.rooms = rooms
         self.entries: dict[AdapterUid, Entry] = {}
         self.version = 0  # grows with each change of where an adapter is
@@ -36,7 +55,7 @@ class Residency:
 
     @property
     def num_loading(self) -> int:
-        return sum(self._loads.values())
+        return sum(self._loads.values()) + sum(self._fetches.values())
 
     def tiers(self) -> Mapping[AdapterUid, AdapterTier]:
         return {
@@ -116,6 +135,7 @@ class Residency:
 
     def begin_load(self, entry: Entry, tier: AdapterTier) -> None:
         entry.loading = tier
+        entry.is_near = None
         entry.no_room_since.clear()
         self._loads[tier] += 1
         self.rooms[tier].entries[entry.uid] = entry
@@ -130,17 +150,56 @@ class Residency:
         entry = self.entries[event.uid]
         assert entry.loading is event.tier, f"{event.uid}: a load ended that was not asked for"
         entry.loading = None
-        self._loads[event.tier] -= 1
         self.claims_version += 1
+        if event.tier is AdapterTier.DISK:
+            self._end_fetch(entry)
+            entry.is_near = event.error is None or None
+            return entry
+        self._loads[event.tier] -= 1
         if event.error is not None:
             del self.rooms[event.tier].entries[entry.uid]
             return entry
+        entry.num_refetches = 0
         self.version += 1
         if event.tier is AdapterTier.DEVICE:
             entry.on_device = True
         else:
             entry.on_host = True
         return entry
+
+    # -- fetches
+
+    def is_near(self, entry: Entry) -> bool:
+        if entry.is_near is None:
+            entry.is_near = self._far is None or self._far.is_near(entry.uid)
+        return entry.is_near
+
+    def may_fetch(self, tenant_id: TenantId | None, *, is_prefetch: bool = False) -> bool:
+        """is_prefetch: only while nearly all places are free."""
+        limits, mine, taken = self._fetch_limits, self._fetches.get(tenant_id, 0), sum(self._fetches.values())
+        if is_prefetch:
+            return mine == 0 and taken < max(1, limits.all // 4)
+        most = limits.of_tenant if taken < limits.all // 2 else 1
+        return mine < most and taken < limits.all
+
+    def begin_fetch(self, entry: Entry, tenant_id: TenantId | None) -> None:
+        assert self._far is not None
+        entry.loading, entry.fetched_for = AdapterTier.DISK, tenant_id
+        self._fetches[tenant_id] = self._fetches.get(tenant_id, 0) + 1
+        self.claims_version += 1
+        self._far.start_fetch(entry.uid)
+
+    def is_fetched_again(self, entry: Entry, event: AdapterEvent) -> bool:
+        """Whether what could not be read is not on the disk any more."""
+        is_gone = event.tier is AdapterTier.HOST and event.is_passing and not self.is_near(entry)
+        entry.num_refetches += is_gone
+        return is_gone and entry.num_refetches <= _MAX_REFETCHES
+
+    def _end_fetch(self, entry: Entry) -> None:
+        left = self._fetches.pop(entry.fetched_for) - 1
+        if left:
+            self._fetches[entry.fetched_for] = left
+        entry.fetched_for = None
 
     # -- what goes
 
@@ -184,8 +243,13 @@ class Residency:
             assert room.entries == {uid: e for uid, e in self.entries.items() if e.uses(tier)}
             assert self._loads[tier] == sum(e.loading is tier for e in self.entries.values())
             assert self._loads[tier] <= self._max_loads[tier]
+        fetched = [entry.fetched_for for entry in self.entries.values() if entry.loading is AdapterTier.DISK]
+        assert {tenant: fetched.count(tenant) for tenant in fetched} == self._fetches
+        assert len(fetched) <= self._fetch_limits.all
+        assert all(count <= self._fetch_limits.of_tenant for count in self._fetches.values())
         for entry in self.entries.values():
             assert not entry.is_unused
+            assert entry.loading is not AdapterTier.DISK or not (entry.on_host or entry.on_device)
             assert not entry.users or entry.on_device, "in use, but not on the device"
             assert entry.loading is not AdapterTier.DEVICE or (entry.on_host and not entry.on_device)
             assert entry.loading is not AdapterTier.HOST or not entry.on_host

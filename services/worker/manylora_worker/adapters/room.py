@@ -41,6 +41,9 @@ class Entry:
     )
     no_room_since: dict[TenantId, float] = field(default_factory=dict)  # by tenant that waits for it
     is_prefetched: bool = False  # to be loaded without anybody who waits for it
+    is_near: bool | None = None  # on this machine's disk; None: to be asked
+    fetched_for: TenantId | None = None  # in whose place, while it is being fetched
+    num_refetches: int = 0  # since it was read last: it left the disk meanwhile
     last_tick: int = 0
 
     @property

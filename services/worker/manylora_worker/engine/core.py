@@ -399,9 +399,9 @@ class EngineCore:
         for request_id in update.ready:
             self._adapter_ready(self._requests[request_id], now)
         for failure in update.failed:
+            reason = FinishReason.ADAPTER_UNAVAILABLE if failure.is_passing else FinishReason.ADAPTER_FAILED
             for request_id in failure.holders:
-                group = self._requests[request_id]
-                self._endings.end_request(group, FinishReason.ADAPTER_FAILED, failure.message, now)
+                self._endings.end_request(self._requests[request_id], reason, failure.message, now)
 
     def _pump_copies(self) -> None:
         for sequence in self._swapper.poll():

@@ -75,7 +75,7 @@ class Endings:
         """The last choice first, so that none becomes the leader."""
         for sequence in reversed(group.sequences):
             if not sequence.is_finished:
-                if reason in (FinishReason.ERROR, FinishReason.ADAPTER_FAILED):
+                if reason in (FinishReason.ERROR, FinishReason.ADAPTER_FAILED, FinishReason.ADAPTER_UNAVAILABLE):
                     self._prefixes.withdraw(sequence)  # a retry must not find what may have been the cause
                 self.end_choice(sequence, reason, now, message=message, refund=refund)
 

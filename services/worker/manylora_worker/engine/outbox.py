@@ -10,7 +10,12 @@ from manylora_shared.ids import RequestId
 from manylora_worker.kinds.api import FinishReason, Logprobs, Sampled, TokenOutput
 from manylora_worker.kinds.sequence import GroupTimes, Sequence, SequenceGroup
 
-_CUT_SHORT = (FinishReason.ABORTED, FinishReason.ADAPTER_FAILED, FinishReason.ERROR)
+_CUT_SHORT = (
+    FinishReason.ABORTED,
+    FinishReason.ADAPTER_FAILED,
+    FinishReason.ADAPTER_UNAVAILABLE,
+    FinishReason.ERROR,
+)
 
 
 @dataclass(frozen=True)

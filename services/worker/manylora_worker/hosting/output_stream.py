@@ -21,6 +21,7 @@ class EndKind(enum.Enum):
     COMPLETED = "completed"
     ABORTED = "aborted"
     ADAPTER_FAILED = "adapter_failed"
+    ADAPTER_UNAVAILABLE = "adapter_unavailable"
     ERROR = "error"
     ENGINE_FAILED = "engine_failed"
     SLOW_READER = "slow_reader"

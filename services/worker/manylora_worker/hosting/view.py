@@ -33,6 +33,7 @@ _END_KINDS = {
     FinishReason.LENGTH: EndKind.COMPLETED,
     FinishReason.ABORTED: EndKind.ABORTED,
     FinishReason.ADAPTER_FAILED: EndKind.ADAPTER_FAILED,
+    FinishReason.ADAPTER_UNAVAILABLE: EndKind.ADAPTER_UNAVAILABLE,
     FinishReason.ERROR: EndKind.ERROR,
 }
 

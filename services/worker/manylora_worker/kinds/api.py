@@ -69,6 +69,7 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
     ABORTED = "aborted"
     ADAPTER_FAILED = "adapter_failed"
+    ADAPTER_UNAVAILABLE = "adapter_unavailable"  # its store, or this machine, cannot give it now
     ERROR = "error"
 
 
@@ -239,19 +240,21 @@ class SwapRunner(ModelRunner, Protocol):
 
 
 class AdapterTier(enum.IntEnum):
-    HOST = 1
-    DEVICE = 2
+    DISK = 1  # this machine's, of a store that is far
+    HOST = 2
+    DEVICE = 3
 
 
 @dataclass(frozen=True)
 class AdapterEvent:
-    # `error` says why the adapter is not on `tier`; `size_bytes` comes with HOST and is the greater of both
-    # tiers'
+    # `error` says why the adapter is not on `tier`; `size_bytes` comes with HOST and is the greater of host's and
+    # device's
 
     uid: AdapterUid
     tier: AdapterTier
     size_bytes: int = 0
     error: str | None = None
+    is_passing: bool = False  # the error is none of the adapter's own
 
 
 class AdapterBackend(Protocol):
@@ -273,3 +276,14 @@ class AdapterBackend(Protocol):
 
     def close(self) -> None:
         """Idempotent."""
+
+
+@runtime_checkable
+class FarBackend(AdapterBackend, Protocol):
+    """Its store may be far: what is not on this machine is fetched before it is loaded."""
+
+    def is_near(self, uid: AdapterUid) -> bool:
+        """On this machine."""
+
+    def start_fetch(self, uid: AdapterUid) -> None:
+        """Ends with an event for DISK."""

@@ -59,7 +59,6 @@ DEFAULT_KV_CACHE_MB = 512
 GIB = 1 << 30
 _MARGIN_DIVISOR = 50  # of the device's memory: nobody plans with it
 _MAX_READERS = 8
-_FETCHERS = 8  # from a bucket; as many loads as may be under way
 _OTHER_CORES = 2  # for the engine's thread and the event loop
 _STACKED_ADAPTER_BYTES = 256 * MIB  # see LoraPlanner
 
@@ -136,7 +135,6 @@ def build_rank(config: WorkerConfig, group: RankGroup | None, notify: Callable[[
         reader,
         runner,
         host_threads=_num_readers() if is_gpu else 1,
-        fetchers=_FETCHERS if store.is_far else 0,
         notify=notify,
     )
     if device_runner is not None:

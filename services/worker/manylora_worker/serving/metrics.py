@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from manylora_shared.composition import uids_of
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
@@ -27,7 +27,8 @@ _BY_TENANT = (
     Metrics.ADAPTER_REQUESTS,
 )
 _TIERS = {AdapterTier.HOST: "host", AdapterTier.DEVICE: "device"}
-_DISK = "disk"
+_DISK, _STORE = "disk", "store"
+_FARTHER = ("device", "host", _DISK, _STORE)
 
 
 class EngineMetrics:
@@ -73,8 +74,11 @@ class WorkerMetrics:
         block_bytes: int,
         sequence_slots: int,
         device_adapter_bytes: int,
+        is_near: Callable[[AdapterUid], bool] = lambda uid: True,
     ) -> None:
+        """is_near: on this machine's disk; elsewhere it is far, in the store."""
         self._view = view
+        self._is_near = is_near
         self._telemetry = telemetry
         self._engine = {Attribute.ENGINE: "0", Attribute.MODEL: model}
         self._block_bytes = block_bytes
@@ -109,19 +113,21 @@ class WorkerMetrics:
             self._names[parts[0]] = adapter or uid
             if len(self._names) > _MAX_KNOWN_NAMES:
                 del self._names[next(iter(self._names))]
-        tiers = [self._view.adapters.get(part) for part in parts]
+        tiers = [self._tier_of(part) for part in parts]
         for tier in tiers:
-            found = _TIERS[tier] if tier is not None else _DISK
-            labels = {Attribute.TENANT_ID: self._shown(tenant), Attribute.TIER: found}
+            labels = {Attribute.TENANT_ID: self._shown(tenant), Attribute.TIER: tier}
             self._telemetry.count(Metrics.ADAPTER_REQUESTS, 1, labels)
-        farthest = None if None in tiers else min(tier for tier in tiers if tier is not None)
-        found = _TIERS[farthest] if farthest is not None else _DISK
+        found = max(tiers, key=_FARTHER.index)
         is_named = self._adapters.used((tenant, adapter), 1)
-        if farthest is AdapterTier.DEVICE:
+        if found == _TIERS[AdapterTier.DEVICE]:
             hit = (tenant, adapter) if is_named else (OTHER, OTHER)
             self._telemetry.count(Metrics.ADAPTER_HITS, 1, {Attribute.TENANT_ID: hit[0], Attribute.ADAPTER_ID: hit[1]})
         else:
             self._came_from[request.request_id] = found
+
+    def _tier_of(self, uid: AdapterUid) -> str:
+        tier = self._view.adapters.get(uid)
+        return _TIERS[tier] if tier is not None else _DISK if self._is_near(uid) else _STORE
 
     def told(self, request: EngineRequest, outputs: Sequence[TokenOutput], now: float) -> None:
         """A frame with tokens."""

@@ -21,9 +21,11 @@ from manylora_worker.hosting.output_stream import EndKind, StreamEnd
 from manylora_worker.kinds.api import EngineRequest, TokenOutput
 
 _MAX_QUANTA = 64  # told apart of one request
+_NOT_LOADED = (EndKind.ADAPTER_FAILED, EndKind.ADAPTER_UNAVAILABLE)
 _CODES = {
     EndKind.ABORTED: Code.UNAVAILABLE,
     EndKind.ADAPTER_FAILED: Code.FAILED_PRECONDITION,
+    EndKind.ADAPTER_UNAVAILABLE: Code.UNAVAILABLE,
     EndKind.ERROR: Code.INTERNAL,
     EndKind.ENGINE_FAILED: Code.UNAVAILABLE,
     EndKind.SLOW_READER: Code.RESOURCE_EXHAUSTED,
@@ -101,7 +103,7 @@ class ExecuteSpans:
             self._span.fail(_CODES[end.kind], end.message)
         if end.request_end is not None and self._span.is_recorded:
             is_loaded = end.request_end.times.adapter_ready_s is not None
-            self._tell_phases(end.request_end, failed=end.kind is EndKind.ADAPTER_FAILED and not is_loaded)
+            self._tell_phases(end.request_end, failed=end.kind in _NOT_LOADED and not is_loaded)
 
     def _tell_phases(self, end: RequestEnd, *, failed: bool) -> None:
         times = end.times

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from manylora_shared.errors import InvalidRequest, ManyloraError
+from manylora_shared.errors import InvalidRequest, ManyloraError, Overloaded, ServiceUnavailable
 from manylora_shared.ids import AdapterUid
 
 from manylora_worker.kinds.api import AdapterEvent, AdapterTier
@@ -24,6 +24,8 @@ from manylora_worker.weights.reader import AdapterReader
 from manylora_worker.weights.store import AdapterStore
 
 _LOG = logging.getLogger(__name__)
+# The store does not answer, the disk is full or fails: none of it is the adapter's.
+_PASSING = (ServiceUnavailable, Overloaded, OSError, MemoryError)
 
 
 class AdapterTarget(Protocol):
@@ -50,14 +52,13 @@ class _Job:
     lent: str | None = None
 
 
-_Work = tuple[queue.SimpleQueue[_Job | None], Callable[[_Job], AdapterEvent | None], str]
+_Work = tuple[queue.SimpleQueue[_Job | None], Callable[[_Job], AdapterEvent], str]
 
 
 class TorchAdapterBackend:
     """See api.AdapterBackend. Called by the engine thread.
 
     Args:
-        fetchers: threads that bring adapters to this machine, where the store is far.
         notify: called by the threads after each event; must not block.
     """
 
@@ -68,7 +69,6 @@ class TorchAdapterBackend:
         target: AdapterTarget,
         *,
         host_threads: int = 1,
-        fetchers: int = 0,
         notify: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
@@ -82,14 +82,12 @@ class TorchAdapterBackend:
             AdapterTier.HOST: queue.SimpleQueue(),
             AdapterTier.DEVICE: queue.SimpleQueue(),
         }
-        self._fetches: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[AdapterEvent] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._failure: BaseException | None = None
         # copies have a thread of their own: none waits for a file
         tiers = [AdapterTier.DEVICE, *(AdapterTier.HOST for _ in range(host_threads))]
         work: list[_Work] = [(self._jobs[tier], self._load, f"to-{tier.name.lower()}") for tier in tiers]
-        work += [(self._fetches, self._fetch, "to-disk")] * fetchers
         self._threads = [
             (jobs, threading.Thread(target=self._run, args=(jobs, do), name=name, daemon=True))
             for jobs, do, name in work
@@ -115,11 +113,16 @@ class TorchAdapterBackend:
         lent = self._lent.get(uid)
         return lent[0] if lent else None
 
+    def is_near(self, uid: AdapterUid) -> bool:
+        return self._store.has(uid)
+
+    def start_fetch(self, uid: AdapterUid) -> None:
+        # A thread of its own, for it may hang; nobody waits for it at the end, and it leaves the disk in order then.
+        threading.Thread(target=self._fetch, args=(_Job(uid, AdapterTier.DISK),), name="to-disk", daemon=True).start()
+
     def start_host_load(self, uid: AdapterUid, lent: str | None = None) -> None:
         """lent: to another rank, as if to this one."""
-        job = _Job(uid, AdapterTier.HOST, lent=lent)
-        # what is here already does not wait behind what comes over a network
-        (self._jobs[AdapterTier.HOST] if self._store.has(uid) else self._fetches).put(job)
+        self._jobs[AdapterTier.HOST].put(_Job(uid, AdapterTier.HOST, lent=lent))
 
     def start_device_load(self, uid: AdapterUid) -> None:
         adapter = self._host.get(uid)
@@ -163,31 +166,42 @@ class TorchAdapterBackend:
                 thread.join()
             self._reader.close()
 
-    def _run(self, jobs: queue.SimpleQueue[_Job | None], do: Callable[[_Job], AdapterEvent | None]) -> None:
-        try:
+    def _run(self, jobs: queue.SimpleQueue[_Job | None], do: Callable[[_Job], AdapterEvent]) -> None:
+        with self._told_where_it_ends():
             self._serve(jobs, do)
+
+    @contextlib.contextmanager
+    def _told_where_it_ends(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
             self._failure = error
             self._notify()
             raise
 
-    def _serve(self, jobs: queue.SimpleQueue[_Job | None], do: Callable[[_Job], AdapterEvent | None]) -> None:
+    def _serve(self, jobs: queue.SimpleQueue[_Job | None], do: Callable[[_Job], AdapterEvent]) -> None:
         # A load takes its time and leaves the step its cores. No lower priority: a thread put aside while it holds the
         # interpreter's lock stops the engine.
         torch.set_num_threads(1)
         while (job := jobs.get()) is not None and not self._closing.is_set():
-            try:
-                event = do(job)
-            except (ManyloraError, OSError, RuntimeError, ValueError, MemoryError) as error:
-                _LOG.warning("adapter %s did not load: %s", job.uid, error)
-                event = AdapterEvent(job.uid, job.tier, error=str(error))
-            if event is not None:
-                self._events.put(event)
-                self._notify()
+            self._tell(job, do)
+
+    def _tell(self, job: _Job, do: Callable[[_Job], AdapterEvent]) -> None:
+        try:
+            event = do(job)
+        except (ManyloraError, OSError, RuntimeError, ValueError, MemoryError) as error:
+            _LOG.warning("adapter %s did not load: %s", job.uid, error)
+            event = AdapterEvent(job.uid, job.tier, error=str(error), is_passing=isinstance(error, _PASSING))
+        self._events.put(event)
+        self._notify()
 
     def _fetch(self, job: _Job) -> None:
-        self._store.fetch(job.uid, job.lent or self.lent(job.uid))
-        self._jobs[AdapterTier.HOST].put(job)
+        with self._told_where_it_ends():
+            self._tell(job, self._bring)
+
+    def _bring(self, job: _Job) -> AdapterEvent:
+        self._store.fetch(job.uid, self.lent(job.uid))
+        return AdapterEvent(job.uid, AdapterTier.DISK)
 
     def _load(self, job: _Job) -> AdapterEvent:
         if job.tier is AdapterTier.HOST:

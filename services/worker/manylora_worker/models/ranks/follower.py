@@ -79,7 +79,13 @@ class _Follower:
 
     def _tell_news(self) -> None:
         for event in self._backend.poll():
-            self._line.say(uid=event.uid, tier=int(event.tier), size_bytes=event.size_bytes, error=event.error)
+            self._line.say(
+                uid=event.uid,
+                tier=int(event.tier),
+                size_bytes=event.size_bytes,
+                error=event.error,
+                is_passing=event.is_passing,
+            )
 
     def _do_step(self, plan: Plan) -> None:
         batch = self._plans.read(plan)

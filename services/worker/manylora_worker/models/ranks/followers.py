@@ -142,9 +142,8 @@ class Followers:
         elif "ready" in said:
             self._ready[rank - 1].set()
         else:
-            self._events.put(
-                AdapterEvent(AdapterUid(said["uid"]), AdapterTier(said["tier"]), said["size_bytes"], said["error"])
-            )
+            uid, tier = AdapterUid(said["uid"]), AdapterTier(said["tier"])
+            self._events.put(AdapterEvent(uid, tier, said["size_bytes"], said["error"], said["is_passing"]))
             self._notify()
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from manylora_shared.ids import AdapterUid
 
 from manylora_worker.kinds.api import (
-    AdapterBackend,
     AdapterEvent,
     AdapterTier,
+    FarBackend,
     HostKv,
     ModelRunner,
     PendingCopy,
@@ -50,7 +51,7 @@ class OwnAheadRunner(OwnRunner, Protocol):
     def forget_graphs(self) -> None: ...
 
 
-class OwnBackend(AdapterBackend, Protocol):
+class OwnBackend(FarBackend, Protocol):
     def lent(self, uid: AdapterUid) -> str | None:
         """Where in the store it has been lent for this adapter, of which the other ranks have not heard."""
 
@@ -181,7 +182,7 @@ class _SharedCopy:
 
 
 class SharedBackend:
-    """See api.AdapterBackend."""
+    """See api.FarBackend. All ranks share the machine's disk: rank 0 fetches for them."""
 
     def __init__(self, own: OwnBackend, own_runner: ModelRunner, followers: Followers, group: RankGroup) -> None:
         self._own = own
@@ -189,6 +190,12 @@ class SharedBackend:
         self._group = group
         self._own_runner = own_runner
         self._heard: dict[tuple[AdapterUid, AdapterTier], list[AdapterEvent]] = {}
+
+    def is_near(self, uid: AdapterUid) -> bool:
+        return self._own.is_near(uid)
+
+    def start_fetch(self, uid: AdapterUid) -> None:
+        self._own.start_fetch(uid)
 
     def start_host_load(self, uid: AdapterUid) -> None:
         self._followers.send("start_host_load", uid, self._own.lent(uid))
@@ -210,9 +217,9 @@ class SharedBackend:
         """Raises RunnerLost."""
         self._followers.check()
         return [
-            self._merged(event.uid, event.tier)
+            event if event.tier is AdapterTier.DISK else self._merged(event.uid, event.tier)
             for event in (*self._own.poll(), *self._followers.take_events())
-            if self._is_last(event)
+            if event.tier is AdapterTier.DISK or self._is_last(event)
         ]
 
     def close(self) -> None:
@@ -229,10 +236,11 @@ class SharedBackend:
 
     def _merged(self, uid: AdapterUid, tier: AdapterTier) -> AdapterEvent:
         events = self._heard.pop((uid, tier))
-        error = next((event.error for event in events if event.error is not None), None)
-        if error is not None:  # some may have it there
+        failed = next((event for event in events if event.error is not None), None)
+        if failed is not None:  # some may have it there
             if tier is AdapterTier.DEVICE:
                 self.drop_device(uid)
             else:
                 self.drop_host(uid)
-        return AdapterEvent(uid, tier, max(event.size_bytes for event in events), error)
+            return replace(failed, size_bytes=0)
+        return AdapterEvent(uid, tier, max(event.size_bytes for event in events))
