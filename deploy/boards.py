@@ -24,9 +24,12 @@ from manylora_shared.telemetry.registry import LABELS, Metric, Metrics  # noqa: 
 
 BOARDS = ROOT / "deploy/grafana/dashboards"
 RULES = ROOT / "deploy/prometheus/rules.yml"
+CHART_RULES = ROOT / "deploy/helm/manylora/files/rules.yml"  # a chart reads no file beyond its folder
 WINDOW = "$__rate_interval"
 _TENANT, _CLASS, _TIER = Attribute.TENANT_ID, Attribute.QOS_CLASS, Attribute.TIER
 _CHOSEN = {_TENANT: "$tenant"}
+_VERSION = (_TENANT, Attribute.ADAPTER_ID, Attribute.ADAPTER_NUMBER)
+_VERSIONS = "{{tenant}} {{adapter}} {{version}}"
 
 
 def labels_of(metric: Metric, by: Sequence[str]) -> str:
@@ -50,6 +53,12 @@ def quantile(metric: Metric, part: float, *by: str, chosen: Mapping[str, str] | 
     assert metric.kind == "histogram", metric.name
     names = ", ".join(["le", *([labels_of(metric, by)] if by else [])])
     return f"histogram_quantile({part}, sum by ({names}) (rate({selected(metric, chosen or {})}[{WINDOW}])))"
+
+
+def _mean(metric: Metric, *by: str) -> str:
+    """Of a histogram's observations."""
+    total = f"sum by ({labels_of(metric, by)}) (rate({metric.name}_sum[{WINDOW}]))"
+    return f"{total} / {rate(metric, *by)}"
 
 
 def gauge(metric: Metric, *by: str, chosen: Mapping[str, str] | None = None, over: str = "sum") -> str:
@@ -128,6 +137,8 @@ CLUSTER = (
         {"{{class}} {{stage}}": rate(Metrics.OVERLOAD_GIVEN_UP, _CLASS, Attribute.STAGE)},
     ),
     Panel("Noisy neighbours", "short", {"{{kind}}": gauge(Metrics.NOISY_NEIGHBOURS, Attribute.KIND)}),
+    Panel("Answers that another worker went on with", "reqps", {"{{class}}": rate(Metrics.RESUMES, _CLASS)}),
+    Panel("Their pause", "s", _quantiles(Metrics.RESUME_PAUSE, _CLASS)),
     Panel(
         "What is refused for its failures",
         "short",
@@ -244,6 +255,18 @@ ADAPTERS = (
     Panel("Left a device", "ops", {"{{kind}}": rate(Metrics.ADAPTER_EVICTIONS, Attribute.KIND)}),
     Panel("Pins that are not met", "short", {"pins": gauge(Metrics.UNMET_PINS)}),
     Panel(
+        "Rollouts decided",
+        "ops",
+        {"{{kind}} {{reason}}": rate(Metrics.ROLLOUT_DECISIONS, Attribute.KIND, Attribute.REASON)},
+    ),
+    Panel(
+        "Requests of rollouts, by how they ended",
+        "reqps",
+        {f"{_VERSIONS} {{{{outcome}}}}": rate(Metrics.ROLLOUT_REQUESTS, *_VERSION, Attribute.OUTCOME)},
+    ),
+    Panel("Time to the first token of rollouts", "s", _quantiles(Metrics.ROLLOUT_TTFT, *_VERSION)),
+    Panel("Callers' scores", "percentunit", {_VERSIONS: _mean(Metrics.FEEDBACK, *_VERSION)}),
+    Panel(
         "As gateways see them",
         "short",
         {
@@ -307,6 +330,13 @@ def _burns(metric: Metric, verdict: str, spare: str, long: str, short: str, time
         return f"{bad} / {rate(metric, _TENANT, _CLASS, window=window)}"
 
     return f"({part(long)}) > {times} * {spare} and ({part(short)}) > {times} * {spare}"
+
+
+def _some(metric: Metric, which: str, by: str, window: str = "15m") -> str:
+    """A series' first count makes it, so `increase` does not see that one."""
+    named, series = labels_of(metric, [by]), f"{metric.series}{{{which}}}"
+    is_new = f"(sum by ({named}) ({series}) unless sum by ({named}) ({series} offset {window})) > 0"
+    return f"{is_new} or sum by ({named}) (increase({series}[{window}])) > 0"
 
 
 def _rule(name: str, expr: str, severity: str, summary: str, wait: str = "0s") -> dict[str, Any]:
@@ -398,6 +428,26 @@ def rules() -> dict[str, Any]:
                         "5m",
                     ),
                     _rule(
+                        "ResumesOften",
+                        f"sum(rate({Metrics.RESUMES.series}[10m])) > 0.05 * sum(rate({Metrics.REQUESTS.series}[10m]))",
+                        "ticket",
+                        "More than one in twenty answers had to go on at another worker",
+                        "5m",
+                    ),
+                    _rule(
+                        "ResumesSlow",
+                        f"histogram_quantile(0.95, sum by (le) (rate({Metrics.RESUME_PAUSE.series}[10m]))) > 5",
+                        "ticket",
+                        "Answers that go on at another worker stand still for more than five seconds",
+                        "5m",
+                    ),
+                    _rule(
+                        "RolledBack",
+                        _some(Metrics.ROLLOUT_DECISIONS, 'kind="rollback"', Attribute.REASON),
+                        "ticket",
+                        "A rollout took its adapter's new version back: {{ $labels.reason }}",
+                    ),
+                    _rule(
                         "EtcdFillsUp",
                         f"max({Metrics.ETCD_USED_PART.series}) > 0.8",
                         "page",
@@ -444,7 +494,8 @@ def rules() -> dict[str, Any]:
 
 def files() -> dict[Path, str]:
     note = "# Written by deploy/boards.py.\n"
-    found = {RULES: note + yaml.safe_dump(rules(), sort_keys=False, width=1000)}
+    alerts = note + yaml.safe_dump(rules(), sort_keys=False, width=1000)
+    found = {RULES: alerts, CHART_RULES: alerts}
     for name, panels in ALL_BOARDS.items():
         found[BOARDS / f"{name}.json"] = json.dumps(board(name, panels), indent=2) + "\n"
     return found

@@ -23,7 +23,7 @@ needs_promtool = pytest.mark.skipif(
 def test_what_is_committed_is_current() -> None:
     for path, text in boards.files().items():
         assert path.read_text() == text, f"{path.name} is not current: python deploy/boards.py"
-    known = {path.name for path in boards.files() if path != boards.RULES} | {"requests.json"}
+    known = {path.name for path in boards.files() if path.suffix == ".json"} | {"requests.json"}
     assert {path.name for path in boards.BOARDS.glob("*.json")} == known
 
 
@@ -97,6 +97,36 @@ def test_alerts_fire_when_they_should_and_not_before(tmp_path: Path) -> None:
             {"certificate_expiry_timestamp_seconds": "3600x20"},
             "5m",
             {"CertificateEnds": [{"severity": "ticket"}]},
+        ),
+        scene(
+            {'resumes_total{class="standard"}': "0+1x30", 'inference_requests_total{class="standard"}': "0+10x30"},
+            "25m",
+            {"ResumesOften": [{"severity": "ticket"}], "ResumesSlow": []},
+        ),
+        scene(
+            {
+                'resume_pause_seconds_bucket{le="5"}': "0+1x30",
+                'resume_pause_seconds_bucket{le="10"}': "0+9x30",
+                'resume_pause_seconds_bucket{le="+Inf"}': "0+9x30",
+            },
+            "25m",
+            {"ResumesSlow": [{"severity": "ticket"}]},
+        ),
+        scene(
+            {'manylora_rollout_decisions_total{kind="rollback",reason="errors"}': "0x5 1x20"},
+            "10m",
+            {"RolledBack": [{"severity": "ticket", "reason": "errors"}]},
+        ),
+        scene(
+            {'manylora_rollout_decisions_total{kind="rollback",reason="errors"}': "_x5 1x20"},
+            "10m",
+            {"RolledBack": [{"severity": "ticket", "reason": "errors"}]},
+        ),
+        scene(
+            {'manylora_rollout_decisions_total{kind="rollback",reason="errors"}': "_x5 1x60"}, "40m", {"RolledBack": []}
+        ),
+        scene(
+            {'manylora_rollout_decisions_total{kind="promote",reason="errors"}': "0x5 1x20"}, "10m", {"RolledBack": []}
         ),
         scene({"manylora_unmet_pins": "1x20"}, "10m", {"UnmetPins": [{"severity": "ticket"}]}),
     ]

@@ -49,6 +49,8 @@ def test_the_operators_key_file(tmp_path: Any) -> None:
         await cluster.store.delete(keys.api_key(other_id))
         path.write_text("nonsense")
         assert await ensure(cluster) not in (key, other, "nonsense")
+        path.chmod(0o640)  # as a Secret of Kubernetes is mounted
+        await operator_key.ensure(cluster.store, path, getrandbits=lambda bits: 0, now_unix_s=1.0)
         path.chmod(0o644)
         with pytest.raises(PermissionError, match="0600"):
             await ensure(cluster)

@@ -31,8 +31,10 @@ def test_not_serving(server: tuple[str, health.HealthServicer], capsys: pytest.C
     servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     assert main([address]) == 1
     assert "NOT_SERVING" in capsys.readouterr().err
+    assert main([address, "--alive"]) == 0
 
 
 def test_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["127.0.0.1:1", "--timeout", "0.2"]) == 1
     assert "DEADLINE_EXCEEDED" in capsys.readouterr().err
+    assert main(["127.0.0.1:1", "--timeout", "0.2", "--alive"]) == 1

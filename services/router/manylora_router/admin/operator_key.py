@@ -1,4 +1,4 @@
-"""The operator's key in a file, readable by its owner alone: how a cluster without keys gets its first one.
+"""The operator's key in a file that not everybody may read: how a cluster without keys gets its first one.
 
 A key that was revoked is never brought back: a new one takes its place.
 """
@@ -24,7 +24,7 @@ KEY_NAME = "operator key file"
 
 
 async def ensure(store: Store, path: Path, *, getrandbits: Callable[[int], int], now_unix_s: float) -> None:
-    """Returns once the file has a key in force. Raises OSError where others may read the file."""
+    """Returns once the file has a key in force. Raises OSError where everybody may read the file."""
     while True:
         try:
             await _ensure(store, path, getrandbits, now_unix_s)
@@ -77,8 +77,8 @@ def _as_key(text: str, now_unix_s: float) -> NewKey | None:
 def _read(path: Path) -> str | None:
     try:
         with path.open(encoding="ascii", errors="replace") as file:
-            if os.fstat(file.fileno()).st_mode & 0o077:
-                raise PermissionError(f"{path}: others may read it; its mode must be 0600")
+            if os.fstat(file.fileno()).st_mode & 0o007:
+                raise PermissionError(f"{path}: everybody on this machine may read it; its mode must be 0600 or 0640")
             return file.read(4096)
     except FileNotFoundError:
         return None
