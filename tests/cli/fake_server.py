@@ -327,7 +327,12 @@ class FakeRouter:
     async def create_key(self, request: admin_pb2.CreateKeyRequest, call: ServerCall) -> admin_pb2.CreateKeyResponse:
         key_id = f"{len(self.keys):016x}"
         info = admin_pb2.KeyInfo(
-            key_id=key_id, tenant_id=request.tenant_id, scopes=request.scopes, name=request.name, created_unix_s=1.0
+            key_id=key_id,
+            tenant_id=request.tenant_id,
+            scopes=request.scopes,
+            role=request.role,
+            name=request.name,
+            created_unix_s=1.0,
         )
         self.keys[key_id] = info
         self.metadata.append(dict(call.metadata))

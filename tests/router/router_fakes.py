@@ -19,6 +19,7 @@ from manylora_shared.coordination.records import AdapterRecord, KeyRecord, Sched
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.tenancy.identity import bearer, new_key, split_key
+from manylora_shared.tenancy.roles import TENANT_ROLES, Role
 from manylora_shared.transport.base import Channel, Method, Server, ServerCall, Service, Stream, methods_of
 from manylora_sim import loop as simulation
 from manylora_sim.adapter_files import MemoryAdapterFiles
@@ -514,6 +515,13 @@ class RouterCluster:
     async def put_key(self, *, tenant: str = "", scopes: Sequence[str] = ("generate",)) -> str:
         """A key that stands in the store already."""
         made = new_key(self.key_rng.getrandbits, tenant_id=tenant, scopes=scopes, name="", now_unix_s=1.0)
+        await self.put_key_record(made.record)
+        return made.key
+
+    async def put_role(self, role: Role) -> str:
+        """A key of it; of the tenant acme where it is a tenant's."""
+        tenant = "acme" if role in TENANT_ROLES else ""
+        made = new_key(self.key_rng.getrandbits, tenant_id=tenant, scopes=[], role=role, name="", now_unix_s=1.0)
         await self.put_key_record(made.record)
         return made.key
 

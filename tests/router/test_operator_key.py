@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from manylora_router.admin import operator_key
+from manylora_router.admin.access import operator_key
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import KeyRecord
 from manylora_shared.tenancy.identity import authenticate, split_key

@@ -15,7 +15,8 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from manylora_router.guard.tokens import LEEWAY_S, MAX_KNOWN, Issuer, Tokens, read_issuers
 from manylora_shared.errors import PermissionDenied, ServiceUnavailable, Unauthenticated
 from manylora_shared.ids import TenantId
-from manylora_shared.tenancy.identity import Principal, Scope
+from manylora_shared.tenancy.identity import Principal
+from manylora_shared.tenancy.roles import Scope
 
 ISSUER = Issuer(issuer="https://idp", audience="manylora", jwks="https://idp/keys", tenant_claim="org.id")
 PRIVATE = {"e": ec.generate_private_key(ec.SECP256R1()), "r": rsa.generate_private_key(65537, 2048)}
@@ -156,6 +157,35 @@ def test_claims_are_mapped() -> None:
             tokens().principal(token(scope=scope), 5.0)
 
 
+def test_roles_come_from_a_claim() -> None:
+    issuer = Issuer(
+        issuer="https://idp",
+        audience="manylora",
+        jwks="keys.json",
+        tenant_claim="org.id",
+        roles_claim="groups",
+        roles={"staff": "viewer", "ml": "admin", "root": "owner"},
+    )
+    checked = tokens(issuer)
+
+    def principal(**claims: Any) -> Principal:
+        return checked.principal(token(**({"sub": "ann"} | claims)), 5.0)
+
+    generate = (Scope.GENERATE,)
+    acme = TenantId("acme")
+    assert principal(groups=["ml", "x"]) == Principal("", acme, generate, role="admin", subject="ann")
+    assert principal(groups=["ml"], scope=None) == Principal("", acme, (), role="admin", subject="ann")
+    assert principal(groups=["ml", "staff"]) == Principal("", None, (), role="viewer", subject="ann")
+    assert principal(groups=["staff", "root"]) == Principal("", None, (), role="owner", subject="ann")
+    assert principal(groups=["viewer", "owner"]) == Principal("", acme, generate, subject="ann"), "as it maps them"
+    with pytest.raises(PermissionDenied, match="no scope that is known"):
+        principal(groups=["x"], scope=None)
+    with pytest.raises(PermissionDenied, match="names no tenant"):
+        principal(groups=["ml"], org=None)
+    with pytest.raises(PermissionDenied, match="no scope that is known"):
+        principal(scope=["usage:read", "admin:x"], groups=[])
+
+
 def test_what_is_remembered_is_bounded() -> None:
     """Strangers' tokens drove out right ones, and each then cost a look at all that were remembered."""
     checked, right = tokens(), token()
@@ -180,6 +210,8 @@ def test_what_is_remembered_is_bounded() -> None:
         ({"issuers": [{"issuer": "x", "audience": "", "jwks": "z"}]}, "audience: is missing"),
         ({"issuers": [{"issuer": "x", "audience": "y", "jwks": "http://idp/keys"}]}, "must be https"),
         ({"issuers": [{"issuer": "x", "audience": "y", "jwks": "z", "scopes": {"a": "root"}}]}, "'root' is not one of"),
+        ({"issuers": [{"issuer": "x", "audience": "y", "jwks": "z", "roles": {"a": "root"}}]}, "'root' is not one of"),
+        ({"issuers": [{"issuer": "x", "audience": "y", "jwks": "z", "roles_claim": "a"}]}, "roles: is missing"),
         ({"issuers": [{"issuer": "x", "audience": "y", "jwks": "z", "claims": {}}]}, "claims: is not one of"),
         ({"issuers": 2 * [{"issuer": "x", "audience": "y", "jwks": "z"}]}, "two have one name"),
     ],

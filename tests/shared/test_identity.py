@@ -15,7 +15,6 @@ from manylora_shared.ids import TenantId
 from manylora_shared.tenancy import identity
 from manylora_shared.tenancy.identity import (
     Principal,
-    Scope,
     authenticate,
     bearer,
     bearer_of,
@@ -24,6 +23,7 @@ from manylora_shared.tenancy.identity import (
     new_key,
     split_key,
 )
+from manylora_shared.tenancy.roles import Role, Scope
 
 RNG = random.Random(3)
 MADE = new_key(RNG.getrandbits, tenant_id="acme", scopes=["generate"], name="ci", now_unix_s=5.0)
@@ -144,6 +144,8 @@ def test_no_other_text_is_a_key(value: str) -> None:
         ("", ["root"], "", ["scopes"]),
         ("../x", ["generate"], "a\nb", ["tenant_id", "name"]),
         ("", ["operator"], "x" * 129, ["name"]),
+        ("acme", ["audit:read"], "", ["scopes"]),
+        ("acme", ["cluster-keys:write", "keys:write"], "", ["scopes"]),
     ],
 )
 def test_keys_that_are_not_made(tenant: str, scopes: list[str], name: str, fields: list[str]) -> None:
@@ -152,27 +154,48 @@ def test_keys_that_are_not_made(tenant: str, scopes: list[str], name: str, field
     assert [v.field for v in error.value.violations] == fields
 
 
+@pytest.mark.parametrize(
+    ("tenant", "scopes", "role", "told"),
+    [
+        ("acme", ["generate"], "admin", "role: goes not with scopes"),
+        ("acme", [], "owner", "role: owner is for keys without a tenant"),
+        ("", [], "admin", "role: admin is for keys that are bound to a tenant"),
+        ("", [], "root", "role: 'root' is not one of owner, operator, viewer, billing, admin, generate"),
+    ],
+)
+def test_roles_that_are_not_given(tenant: str, scopes: list[str], role: str, told: str) -> None:
+    with pytest.raises(InvalidRequest, match=told):
+        new_key(RNG.getrandbits, tenant_id=tenant, scopes=scopes, role=role, name="", now_unix_s=0.0)
+
+
 def test_whom_a_call_may_be_about() -> None:
     operator = Principal("k", None, (Scope.OPERATOR,))
-    gateway = Principal("k", None, (Scope.GATEWAY,))
     admin = Principal("k", TenantId("acme"), (Scope.ADMIN,))
-    user = Principal("k", TenantId("acme"), (Scope.GENERATE,))
-    assert operator.require_tenant("other", [Scope.ADMIN]) == "other"
-    assert operator.require_tenant("", [Scope.ADMIN]) == ""
-    assert admin.require_tenant("", [Scope.ADMIN]) == "acme"
-    assert admin.require_tenant("acme", [Scope.ADMIN]) == "acme"
-    nothing = Principal("k", TenantId("acme"), ())
-    for principal, tenant, held in (
-        (admin, "other", "admin in tenant acme"),
-        (user, "acme", "generate in tenant acme"),
-        (user, "", "generate in tenant acme"),
-        (gateway, "acme", "gateway in no tenant"),
-        (gateway, "", "gateway in no tenant"),
-        (nothing, "", "nothing in tenant acme"),
+    assert operator.require_tenant("other") == "other"
+    assert operator.require_tenant("") == ""
+    assert admin.require_tenant("") == "acme"
+    assert admin.require_tenant("acme") == "acme"
+    with pytest.raises(PermissionDenied) as error:
+        admin.require_tenant("other")
+    assert error.value.message == "this key does not permit the call: it is for admin in tenant acme"
+    for principal, held in (
+        (Principal("k", None, (Scope.GATEWAY,)), "gateway in no tenant"),
+        (Principal("k", TenantId("acme"), ()), "nothing in tenant acme"),
+        (Principal("k", None, (), role=Role.VIEWER), "the role viewer in no tenant"),
     ):
         with pytest.raises(PermissionDenied) as error:
-            principal.require_tenant(tenant, [Scope.ADMIN])
+            principal.require(Scope.ADAPTERS_WRITE)
         assert error.value.message == f"this key does not permit the call: it is for {held}"
+
+
+def test_a_keys_role_is_its_records() -> None:
+    made = new_key(RNG.getrandbits, tenant_id="", scopes=[], role="viewer", name="", now_unix_s=5.0)
+    principal = known(bearer(made.key), {made.record.key_id: made.record}.get)
+    assert principal.role == "viewer"
+    assert principal.may(Scope.METRICS_READ)
+    assert not principal.may(Scope.TENANTS_WRITE)
+    later = dataclasses.replace(made.record, role="auditor")
+    assert not known(bearer(made.key), {later.key_id: later}.get).may(Scope.METRICS_READ)
 
 
 def test_scopes_of_a_later_version_are_no_scopes_here() -> None:

@@ -29,7 +29,7 @@ from manylora_shared.transport.handling import MAX_MESSAGE_BYTES
 from manylora_shared.transport.places import Places
 from manylora_shared.transport.tls import Tls
 
-from manylora_router.admin import operator_key
+from manylora_router.admin.access import operator_key
 from manylora_router.admin.adapters import UPLOAD_BYTES_PER_S, AdapterIntake
 from manylora_router.admin.draining import Draining
 from manylora_router.admin.quality_gate import QualityGate
@@ -63,6 +63,7 @@ from manylora_router.history.samples import STEP_S
 from manylora_router.links.callers import Callers
 from manylora_router.links.channels import WorkerChannels
 from manylora_router.links.directory import Directory
+from manylora_router.links.entrance import Entrance
 from manylora_router.links.other_routers import OtherRouters
 from manylora_router.links.scheduler_client import SchedulerClient
 from manylora_router.links.token_keys import TokenKeys, load_issuers
@@ -139,7 +140,8 @@ class RouterApp:
         self._pace = Pace(LARGE_BYTES_PER_S)
         self._others = OtherRouters(router_id=self.router_id, directory=self.directory, transport=transport)
         self._feedback = FeedbackDesk(self.calls, self._others)
-        self._inference = InferenceServicer(self.intake, self.calls, self._feedback)
+        self._entrance = Entrance(self.callers)
+        self._inference = InferenceServicer(self.intake, self.calls, self._feedback, self._entrance)
         self._intake = self._adapter_intake()
         levels = self._service_levels()
         self._status = ClusterStatus(directory=self.directory, transport=peers, levels=levels)
@@ -161,7 +163,7 @@ class RouterApp:
     def _admin(self, levels: ServiceLevels, peers: Transport) -> AdminServicer:
         return AdminServicer(
             directory=self.directory,
-            callers=self.callers,
+            entrance=self._entrance,
             store=self._store,
             intake=self._intake,
             validation=self._validation(),

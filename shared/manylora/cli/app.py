@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import enum
 import importlib.metadata
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.sampling import Sampling
 
 from manylora.cli.commands.adapter_commands import adapter_app
+from manylora.cli.commands.key_commands import key_app
 from manylora.cli.commands.load_command import load
+from manylora.cli.commands.on_cluster import on_cluster
+from manylora.cli.commands.tenant_commands import tenant_app
 from manylora.cli.commands.up_command import up
 from manylora.cli.constraint_options import with_constraint_options
-from manylora.cli.output import DEFAULT_SERVER, Json, Key, Server, connect, run, trust, usage_error, write
+from manylora.cli.output import DEFAULT_SERVER, Json, Key, Server, Target, connect, run, trust, usage_error, write
 from manylora.cli.sampling_options import with_sampling_options
 
 MAX_TOKEN_ID = 2**32 - 1
+Work = Coroutine[Any, Any, None]
 
 app = typer.Typer(
     help="Many tenants' LoRA adapters on one shared base model.",
@@ -26,8 +31,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-tenant_app = typer.Typer(help="Tenants and their policies.", no_args_is_help=True)
-key_app = typer.Typer(help="API keys: who may call, and for whom.", no_args_is_help=True)
 certs_app = typer.Typer(help="Certificates for TLS.", no_args_is_help=True)
 app.add_typer(certs_app, name="certs")
 app.add_typer(tenant_app, name="tenant")
@@ -46,13 +49,6 @@ class ServiceClass(enum.StrEnum):
     INTERACTIVE = "interactive"
     STANDARD = "standard"
     BATCH = "batch"
-
-
-class KeyScope(enum.StrEnum):
-    GENERATE = "generate"
-    ADMIN = "admin"
-    GATEWAY = "gateway"
-    OPERATOR = "operator"
 
 
 Composed = Annotated[str, typer.Option(help="NAME[@VERSION], or several: a+b:0.5; without one the base model answers.")]
@@ -78,9 +74,6 @@ def main(
     ] = None,
 ) -> None:
     trust(tls_ca)
-
-
-Expires = Annotated[str, typer.Option(metavar="TIME", help="After how long it ends: 90d, 12h, 30m; default: never.")]
 
 
 @certs_app.command("init")
@@ -213,202 +206,47 @@ def chat(
     )
 
 
-@tenant_app.command("apply")
-def tenant_apply(
-    file: Annotated[Path, typer.Argument(help="YAML, one policy a document; `-` reads stdin.", allow_dash=True)],
-    expect_version: Annotated[
-        int | None,
-        typer.Option(min=0, help="Only if the tenant is at this version; 0: only if there is no such tenant."),
-    ] = None,
-    as_json: Json = False,
-    server: Server = DEFAULT_SERVER,
-    key: Key = None,
-) -> None:
-    """Create or replace tenants from policy documents, in their order; stops at the first that is refused."""
-    from manylora.cli import tenants
-
-    run(tenants.apply(connect(server, key), file, expect_version, as_json=as_json), as_json=as_json)
-
-
-@tenant_app.command("diff")
-def tenant_diff(
-    file: Annotated[Path, typer.Argument(help="YAML, one policy a document; `-` reads stdin.", allow_dash=True)],
-    as_json: Json = False,
-    server: Server = DEFAULT_SERVER,
-    key: Key = None,
-) -> None:
-    """Show what `apply` would change, and change nothing."""
-    from manylora.cli import tenants
-
-    run(tenants.diff(connect(server, key), file, as_json=as_json), as_json=as_json)
-
-
-@tenant_app.command("get")
-def tenant_get(
-    tenant_id: Annotated[str, typer.Argument(metavar="TENANT")],
-    as_json: Json = False,
-    server: Server = DEFAULT_SERVER,
-    key: Key = None,
-) -> None:
-    """Print a tenant's policy."""
-    from manylora.cli import tenants
-
-    run(tenants.get(connect(server, key), tenant_id, as_json=as_json), as_json=as_json)
-
-
-@tenant_app.command("list")
-def tenant_list(as_json: Json = False, server: Server = DEFAULT_SERVER, key: Key = None) -> None:
-    """List all tenants."""
-    from manylora.cli import tenants
-
-    run(tenants.list_all(connect(server, key), as_json=as_json), as_json=as_json)
-
-
-@tenant_app.command("delete")
-def tenant_delete(
-    tenant_id: Annotated[str, typer.Argument(metavar="TENANT")],
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    as_json: Json = False,
-    server: Server = DEFAULT_SERVER,
-    key: Key = None,
-) -> None:
-    """Remove a tenant, its adapters and its keys."""
-    from manylora.cli import tenants
-
-    if not yes:
-        tenants.confirm_delete(tenant_id)
-    run(tenants.delete(connect(server, key), tenant_id, as_json=as_json), as_json=as_json)
-
-
-@tenant_app.command("lift-quarantine")
-def tenant_lift_quarantine(
-    tenant_id: Annotated[str, typer.Argument(metavar="TENANT")],
-    as_json: Json = False,
-    server: Server = DEFAULT_SERVER,
-    key: Key = None,
-) -> None:
-    """Let all routers run a tenant's quarantined prompts again."""
-    from manylora.cli import tenants
-
-    run(tenants.lift_quarantine(connect(server, key), tenant_id, as_json=as_json), as_json=as_json)
-
-
-@key_app.command("create")
-def key_create(
-    tenant: Annotated[
-        str, typer.Option(help="The tenant that the key is bound to; without one it is the cluster's.")
-    ] = "",
-    scope: Annotated[
-        list[KeyScope] | None,
-        typer.Option(help="May be repeated; default: generate with --tenant. gateway and operator are without one."),
-    ] = None,
-    name: Annotated[str, typer.Option(help="What you call it.")] = "",
-    expires: Expires = "",
-    network: Annotated[
-        list[str] | None, typer.Option(metavar="CIDR", help="From where it may be used; may be repeated.")
-    ] = None,
-    as_json: Json = False,
-    server: Server = DEFAULT_SERVER,
-    key: Key = None,
-) -> None:
-    """Make an API key. It is shown once, on stdout, and kept nowhere."""
-    from manylora.cli import keys
-
-    if not scope and not tenant:
-        raise usage_error("give --tenant, or --scope gateway or --scope operator")
-    scopes = [each.value for each in scope] if scope else [KeyScope.GENERATE.value]
-    making = keys.create(
-        connect(server, key),
-        scopes,
-        tenant,
-        name,
-        lifetime_s=keys.seconds("--expires", expires),
-        networks=network or [],
-        as_json=as_json,
-    )
-    run(making, as_json=as_json)
-
-
-@key_app.command("rotate")
-def key_rotate(
-    key_id: Annotated[str, typer.Argument(metavar="KEY_ID")],
-    overlap: Annotated[str, typer.Option(metavar="TIME", help="For how long the old key goes on.")] = "24h",
-    expires: Expires = "",
-    as_json: Json = False,
-    server: Server = DEFAULT_SERVER,
-    key: Key = None,
-) -> None:
-    """Make a key like this one; the old one goes on for the overlap. --expires: else as long as the old one's life."""
-    from manylora.cli import keys
-
-    overlap_s, lifetime_s = keys.seconds("--overlap", overlap), keys.seconds("--expires", expires)
-    run(keys.rotate(connect(server, key), key_id, overlap_s, lifetime_s, as_json=as_json), as_json=as_json)
-
-
-@key_app.command("list")
-def key_list(
-    tenant: Annotated[str, typer.Option(help="Only those bound to this tenant.")] = "",
-    as_json: Json = False,
-    server: Server = DEFAULT_SERVER,
-    key: Key = None,
-) -> None:
-    """List keys by their ids, revoked ones too."""
-    from manylora.cli import keys
-
-    run(keys.list_all(connect(server, key), tenant, as_json=as_json), as_json=as_json)
-
-
-@key_app.command("revoke")
-def key_revoke(
-    key_id: Annotated[str, typer.Argument(metavar="KEY_ID")],
-    as_json: Json = False,
-    server: Server = DEFAULT_SERVER,
-    key: Key = None,
-) -> None:
-    """Revoke a key: new requests with it are refused at once, requests in flight go on."""
-    from manylora.cli import keys
-
-    run(keys.revoke(connect(server, key), key_id, as_json=as_json), as_json=as_json)
-
-
 @app.command()
+@on_cluster
 def feedback(
     request_id: Annotated[str, typer.Argument(help="Of the answer, as --json and HTTP answers name it.")],
     score: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="From 0 (bad) to 1 (good).")] = None,
     thumb: Annotated[Thumb | None, typer.Option(help="In the score's place: up is 1, down is 0.")] = None,
     tenant: Annotated[str, typer.Option(help="The tenant; a key that is bound to one needs no other.")] = "",
-    as_json: Json = False,
-    server: Server = DEFAULT_SERVER,
-    key: Key = None,
-) -> None:
+    *,
+    target: Target,
+    as_json: bool,
+) -> Work:
     """Say how good an earlier answer was."""
     if (score is None) == (thumb is None):
         raise usage_error("give either --score or --thumb")
     from manylora.cli import generation
 
     given = score if score is not None else float(thumb is Thumb.UP)
-    run(generation.feedback(connect(server, key), request_id, given, tenant=tenant, as_json=as_json), as_json=as_json)
+    return generation.feedback(target, request_id, given, tenant=tenant, as_json=as_json)
 
 
 @app.command()
-def status(as_json: Json = False, server: Server = DEFAULT_SERVER, key: Key = None) -> None:
+@on_cluster
+def status(*, target: Target, as_json: bool) -> Work:
     """Show the cluster: workers, routers, scheduler, flows."""
     from manylora.cli import overview
 
-    run(overview.show(connect(server, key), as_json=as_json), as_json=as_json)
+    return overview.show(target, as_json=as_json)
 
 
 @app.command()
+@on_cluster
 def drain(
     instance_id: Annotated[str, typer.Argument(metavar="ID", help="Of a worker, a router or the leading scheduler.")],
-    as_json: Json = False,
-    server: Server = DEFAULT_SERVER,
-    key: Key = None,
-) -> None:
+    *,
+    target: Target,
+    as_json: bool,
+) -> Work:
     """Let a service end in order: a worker hands its streams over, the leading scheduler its leadership."""
     from manylora.cli import overview
 
-    run(overview.drain(connect(server, key), instance_id, as_json=as_json), as_json=as_json)
+    return overview.drain(target, instance_id, as_json=as_json)
 
 
 @app.command()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from manylora.cli.output import Target, print_json, print_table, say, usage_error, write
-from manylora.client import KeyInfo
+
+if TYPE_CHECKING:  # the client is loaded by the command that runs
+    from manylora.client import KeyInfo
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -27,18 +30,21 @@ async def create(
     tenant: str,
     name: str,
     *,
+    role: str,
     lifetime_s: float,
     networks: Sequence[str],
     as_json: bool,
 ) -> None:
     async with target.client() as client:
-        key, info = await client.keys.create(scopes, tenant=tenant, name=name, lifetime_s=lifetime_s, networks=networks)
+        key, info = await client.keys.create(
+            scopes, role=role, tenant=tenant, name=name, lifetime_s=lifetime_s, networks=networks
+        )
     if as_json:
         print_json({"key": key, **_fields(info)})
     else:
         write(f"{key}\n")
         until = f", until {_time(info.expires_unix_s)}" if info.expires_unix_s else ""
-        say(f"key {info.key_id} for {_holder(info)}, may {', '.join(info.scopes)}{until}; it is not shown again")
+        say(f"key {info.key_id} for {_holder(info)}, with {_may(info)}{until}; it is not shown again")
 
 
 async def rotate(target: Target, key_id: str, overlap_s: float, lifetime_s: float, *, as_json: bool) -> None:
@@ -60,7 +66,7 @@ async def list_all(target: Target, tenant: str, *, as_json: bool) -> None:
     if as_json:
         print_json({"keys": [_fields(info) for info in found]})
     else:
-        columns = ("key id", "tenant", "scopes", "name", "created", "expires", "revoked", "networks")
+        columns = ("key id", "tenant", "may", "name", "created", "expires", "revoked", "networks")
         print_table(columns, [_row(info) for info in found], empty="there are no keys")
 
 
@@ -78,12 +84,17 @@ def _fields(info: KeyInfo) -> dict[str, object]:
         "key_id": info.key_id,
         "tenant_id": info.tenant_id,
         "scopes": list(info.scopes),
+        "role": info.role,
         "name": info.name,
         "created_unix_s": info.created_unix_s,
         "revoked_unix_s": info.revoked_unix_s,
         "expires_unix_s": info.expires_unix_s,
         "networks": list(info.networks),
     }
+
+
+def _may(info: KeyInfo) -> str:
+    return ", ".join([*info.scopes, *([f"role {info.role}"] if info.role else [])])
 
 
 def _holder(info: KeyInfo) -> str:
@@ -94,7 +105,7 @@ def _row(info: KeyInfo) -> tuple[object, ...]:
     return (
         info.key_id,
         info.tenant_id or "-",
-        ",".join(info.scopes),
+        _may(info),
         info.name,
         _time(info.created_unix_s),
         _time(info.expires_unix_s) if info.expires_unix_s else "-",

@@ -47,6 +47,7 @@ class KeyInfo:
     revoked_unix_s: float  # 0: it was not
     expires_unix_s: float = 0.0  # 0: never
     networks: tuple[str, ...] = ()  # empty: from everywhere
+    role: str = ""  # in the scopes' place
 
 
 @dataclass(frozen=True)

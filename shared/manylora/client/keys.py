@@ -1,4 +1,4 @@
-"""API keys, as an operator's client makes and ends them."""
+"""API keys, as a client that may makes and ends them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ _ADMIN = methods_of(admin_pb2.DESCRIPTOR.services_by_name["AdminService"])
 
 
 class Keys:
-    """Only an operator's key may call these."""
-
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
 
     async def create(
         self,
-        scopes: Sequence[str],
+        scopes: Sequence[str] = (),
         *,
+        role: str = "",
         tenant: str = "",
         name: str = "",
         lifetime_s: float = 0.0,
@@ -33,13 +32,14 @@ class Keys:
         """The new key, which nothing will show again, and its record.
 
         Args:
-            scopes: generate, admin (with a tenant); gateway, operator (without one).
+            scopes: docs/API.md has them.
+            role: in their place: admin, generate (with a tenant); owner, operator, viewer, billing (without one).
             tenant: to which it is bound; empty: to none.
             lifetime_s: 0: it does not end.
             networks: CIDR, from where it may be used; none: from everywhere.
         """
         request = admin_pb2.CreateKeyRequest(
-            tenant_id=tenant, scopes=scopes, name=name, lifetime_s=lifetime_s, networks=networks
+            tenant_id=tenant, scopes=scopes, role=role, name=name, lifetime_s=lifetime_s, networks=networks
         )
         answer = await self._caller.call(_ADMIN["CreateKey"], request, timeout_s=timeout_s, repeatable=False)
         return answer.key, key_from(answer.info)

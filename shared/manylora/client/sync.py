@@ -153,8 +153,9 @@ class SyncKeys:
 
     def create(
         self,
-        scopes: Sequence[str],
+        scopes: Sequence[str] = (),
         *,
+        role: str = "",
         tenant: str = "",
         name: str = "",
         lifetime_s: float = 0.0,
@@ -162,7 +163,13 @@ class SyncKeys:
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> tuple[str, KeyInfo]:
         making = self._keys.create(
-            scopes, tenant=tenant, name=name, lifetime_s=lifetime_s, networks=networks, timeout_s=timeout_s
+            scopes,
+            role=role,
+            tenant=tenant,
+            name=name,
+            lifetime_s=lifetime_s,
+            networks=networks,
+            timeout_s=timeout_s,
         )
         return self._thread.run(making)
 

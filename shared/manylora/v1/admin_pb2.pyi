@@ -77,18 +77,20 @@ class TenantInfo(_message.Message):
     def __init__(self, tenant_id: _Optional[str] = ..., policy_yaml: _Optional[str] = ..., version: _Optional[int] = ..., adapters: _Optional[int] = ...) -> None: ...
 
 class CreateKeyRequest(_message.Message):
-    __slots__ = ("tenant_id", "scopes", "name", "lifetime_s", "networks")
+    __slots__ = ("tenant_id", "scopes", "name", "lifetime_s", "networks", "role")
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     SCOPES_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     LIFETIME_S_FIELD_NUMBER: _ClassVar[int]
     NETWORKS_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     tenant_id: str
     scopes: _containers.RepeatedScalarFieldContainer[str]
     name: str
     lifetime_s: float
     networks: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, tenant_id: _Optional[str] = ..., scopes: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., lifetime_s: _Optional[float] = ..., networks: _Optional[_Iterable[str]] = ...) -> None: ...
+    role: str
+    def __init__(self, tenant_id: _Optional[str] = ..., scopes: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., lifetime_s: _Optional[float] = ..., networks: _Optional[_Iterable[str]] = ..., role: _Optional[str] = ...) -> None: ...
 
 class CreateKeyResponse(_message.Message):
     __slots__ = ("key", "info")
@@ -143,7 +145,7 @@ class RotateKeyResponse(_message.Message):
     def __init__(self, key: _Optional[str] = ..., info: _Optional[_Union[KeyInfo, _Mapping]] = ..., replaced: _Optional[_Union[KeyInfo, _Mapping]] = ...) -> None: ...
 
 class KeyInfo(_message.Message):
-    __slots__ = ("key_id", "tenant_id", "scopes", "name", "created_unix_s", "revoked_unix_s", "expires_unix_s", "networks")
+    __slots__ = ("key_id", "tenant_id", "scopes", "name", "created_unix_s", "revoked_unix_s", "expires_unix_s", "networks", "role")
     KEY_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     SCOPES_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +154,7 @@ class KeyInfo(_message.Message):
     REVOKED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     NETWORKS_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     key_id: str
     tenant_id: str
     scopes: _containers.RepeatedScalarFieldContainer[str]
@@ -160,7 +163,8 @@ class KeyInfo(_message.Message):
     revoked_unix_s: float
     expires_unix_s: float
     networks: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, key_id: _Optional[str] = ..., tenant_id: _Optional[str] = ..., scopes: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., created_unix_s: _Optional[float] = ..., revoked_unix_s: _Optional[float] = ..., expires_unix_s: _Optional[float] = ..., networks: _Optional[_Iterable[str]] = ...) -> None: ...
+    role: str
+    def __init__(self, key_id: _Optional[str] = ..., tenant_id: _Optional[str] = ..., scopes: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., created_unix_s: _Optional[float] = ..., revoked_unix_s: _Optional[float] = ..., expires_unix_s: _Optional[float] = ..., networks: _Optional[_Iterable[str]] = ..., role: _Optional[str] = ...) -> None: ...
 
 class AddAdapterRequest(_message.Message):
     __slots__ = ("header", "chunk")

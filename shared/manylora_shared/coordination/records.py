@@ -258,6 +258,7 @@ class KeyRecord(_JsonRecord):
     revoked_unix_s: float = 0.0  # 0: in force; a revoked key's record stays, so that nothing can bring the key back
     expires_unix_s: float = 0.0  # 0: never
     networks: tuple[str, ...] = ()  # CIDR, from where it may be used; none: from everywhere
+    role: str = ""  # in the scopes' place
 
     @property
     def key(self) -> str:

@@ -6,7 +6,6 @@ of 256 random bits that is enough, for nobody can try them, where a word of a pe
 
 from __future__ import annotations
 
-import enum
 import functools
 import hashlib
 import hmac
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from manylora_shared.coordination.records import KeyRecord
 from manylora_shared.errors import FieldViolation, InvalidRequest, PermissionDenied, Unauthenticated
 from manylora_shared.ids import TenantId, name_problem
+from manylora_shared.tenancy.roles import CLUSTER_ROLES, TENANT_ROLES, Role, Scope, fits, granted
 
 AUTHORIZATION_KEY = "authorization"
 MAX_KEY_NAME_CHARS = 128
@@ -29,43 +29,36 @@ _NO_KEY_ID, _NO_SECRET = "0" * 16, "0" * 64
 _NO_HASH = "0" * 64
 
 
-class Scope(enum.StrEnum):
-    GENERATE = "generate"
-    ADMIN = "admin"
-    GATEWAY = "gateway"
-    OPERATOR = "operator"
-
-
-TENANT_SCOPES = (Scope.GENERATE, Scope.ADMIN)
-CLUSTER_SCOPES = (Scope.GATEWAY, Scope.OPERATOR)
-
-
 @dataclass(frozen=True)
 class Principal:
     key_id: str
     tenant_id: TenantId | None
     scopes: tuple[Scope, ...]
     qos_class: str = ""  # of all its requests; empty: they say it
+    role: str = ""  # beside the scopes
+    subject: str = ""  # whose a token is, as its issuer says
 
     def may(self, scope: Scope) -> bool:
-        return scope in self.scopes
+        return scope in granted(self.scopes, self.role)
 
     def require(self, scope: Scope) -> None:
         """Raises PermissionDenied."""
         if not self.may(scope):
             raise self.denied()
 
-    def require_tenant(self, tenant: str, scopes: Iterable[Scope]) -> str:
-        """The tenant that a call is about; an empty `tenant` means the key's own. Raises PermissionDenied."""
-        if self.may(Scope.OPERATOR):
+    def require_tenant(self, tenant: str) -> str:
+        """The tenant that a call is about; an empty `tenant` means the key's own. What a key of no tenant may, it may
+        in all of them. Raises PermissionDenied.
+        """
+        if self.tenant_id is None:
             return tenant
-        if self.tenant_id is None or tenant not in ("", self.tenant_id) or not any(self.may(s) for s in scopes):
+        if tenant not in ("", self.tenant_id):
             raise self.denied()
         return self.tenant_id
 
     def denied(self) -> PermissionDenied:
         # It tells of the key alone, so that it is the same whatever exists.
-        held = ", ".join(self.scopes) or "nothing"
+        held = ", ".join([*self.scopes, *([f"the role {self.role}"] if self.role else [])]) or "nothing"
         whose = f"in tenant {self.tenant_id}" if self.tenant_id is not None else "in no tenant"
         return PermissionDenied(f"this key does not permit the call: it is for {held} {whose}")
 
@@ -88,11 +81,12 @@ def new_key(
     now_unix_s: float,
     lifetime_s: float = 0.0,
     networks: Iterable[str] = (),
+    role: str = "",
 ) -> NewKey:
     """`getrandbits` is of a cryptographic source. Raises InvalidRequest with every field at fault."""
     wanted = list(dict.fromkeys(scopes))
     allowed = list(dict.fromkeys(networks))
-    _check(tenant_id, wanted, name, lifetime_s, allowed)
+    _check(tenant_id, wanted, name, lifetime_s, allowed, role)
     key_id, secret = f"{getrandbits(64):016x}", f"{getrandbits(256):064x}"
     record = KeyRecord(
         key_id=key_id,
@@ -103,6 +97,7 @@ def new_key(
         created_unix_s=now_unix_s,
         expires_unix_s=now_unix_s + lifetime_s if lifetime_s else 0.0,
         networks=tuple(allowed),
+        role=role,
     )
     return NewKey(f"mlk-{key_id}-{secret}", record)
 
@@ -156,7 +151,8 @@ def authenticate(
     if host is not None and record.networks and not is_inside(host, record.networks):
         raise PermissionDenied(f"this key may not be used from {host}")
     known = [Scope(scope) for scope in record.scopes if scope in tuple(Scope)]
-    return Principal(key_id, TenantId(record.tenant_id) if record.tenant_id else None, tuple(known))
+    tenant_id = TenantId(record.tenant_id) if record.tenant_id else None
+    return Principal(key_id, tenant_id, tuple(known), role=record.role)
 
 
 def no_key() -> Unauthenticated:
@@ -198,25 +194,37 @@ def _matches(key_id: str, secret: str, record: KeyRecord | None) -> bool:
     return hmac.compare_digest(hash_of(key_id, secret).encode(), expected.encode())
 
 
+_FOR_KEYS = ("is for keys without a tenant", "is for keys that are bound to a tenant")  # of them that it does not fit
+
+
+def _role_problems(role: str, scopes: list[str], *, has_tenant: bool) -> list[FieldViolation]:
+    if role not in tuple(Role):
+        return [FieldViolation("role", f"{role[:80]!r} is not one of {', '.join(Role)}")]
+    if scopes:
+        return [FieldViolation("role", "goes not with scopes: it is a set of them")]
+    if role not in (TENANT_ROLES if has_tenant else CLUSTER_ROLES):
+        return [FieldViolation("role", f"{role} {_FOR_KEYS[not has_tenant]}")]
+    return []
+
+
 def lifetime_problems(field: str, seconds: float) -> list[FieldViolation]:
     is_right = 0 <= seconds <= MAX_LIFETIME_S  # not a number is neither
     return [] if is_right else [FieldViolation(field, f"must be from 0 to {MAX_LIFETIME_S:g} seconds")]
 
 
-def _check(tenant_id: str, scopes: list[str], name: str, lifetime_s: float, networks: list[str]) -> None:
+def _check(tenant_id: str, scopes: list[str], name: str, lifetime_s: float, networks: list[str], role: str) -> None:
     found: list[FieldViolation] = []
     if tenant_id and (problem := name_problem(tenant_id)):
         found.append(FieldViolation("tenant_id", problem))
-    if not scopes:
-        found.append(FieldViolation("scopes", f"is empty; there are {', '.join(Scope)}"))
+    if role:
+        found += _role_problems(role, scopes, has_tenant=bool(tenant_id))
+    elif not scopes:
+        found.append(FieldViolation("scopes", f"is empty, and so is role; there are {', '.join(Scope)}"))
     for scope in scopes:
         if scope not in tuple(Scope):
             found.append(FieldViolation("scopes", f"{scope[:80]!r} is not one of {', '.join(Scope)}"))
-        elif (scope in TENANT_SCOPES) != bool(tenant_id):
-            needs = (
-                "is for keys that are bound to a tenant" if scope in TENANT_SCOPES else "is for keys without a tenant"
-            )
-            found.append(FieldViolation("scopes", f"{scope} {needs}"))
+        elif not fits(scope, has_tenant=bool(tenant_id)):
+            found.append(FieldViolation("scopes", f"{scope} {_FOR_KEYS[not tenant_id]}"))
     if len(name) > MAX_KEY_NAME_CHARS or not (name.isprintable()):
         found.append(FieldViolation("name", f"must be at most {MAX_KEY_NAME_CHARS} printable characters"))
     found += lifetime_problems("lifetime_s", lifetime_s)

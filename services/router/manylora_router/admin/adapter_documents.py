@@ -18,12 +18,10 @@ from manylora_shared.errors import InvalidRequest, NotFound, Overloaded
 from manylora_shared.ids import AdapterDigest, is_valid_name, name_problem
 from manylora_shared.stores.documents import SAMPLES, Document, Documents, path_of
 from manylora_shared.tenancy.adapter_line import AdapterVersion
-from manylora_shared.tenancy.identity import AUTHORIZATION_KEY, Scope
-from manylora_shared.transport.base import ServerCall
 from manylora_shared.transport.places import Places
 
 from manylora_router.admin.validation import AdapterValidation
-from manylora_router.links.callers import Callers
+from manylora_router.links.entrance import KnownCall
 from manylora_router.links.wire import adapter_info
 from manylora_router.quality.samples import parse_samples
 
@@ -33,8 +31,7 @@ _KEPT_READS = 2
 
 
 class AdapterDocuments:
-    def __init__(self, callers: Callers, store: Store, documents: Documents, validation: AdapterValidation) -> None:
-        self._callers = callers
+    def __init__(self, store: Store, documents: Documents, validation: AdapterValidation) -> None:
         self._store = store
         self._documents = documents
         self._validation = validation
@@ -51,7 +48,7 @@ class AdapterDocuments:
             "ReadAdapter": self.read,
         }
 
-    async def put_samples(self, request: admin_pb2.PutSamplesRequest, call: ServerCall) -> admin_pb2.PutSamplesResponse:
+    async def put_samples(self, request: admin_pb2.PutSamplesRequest, call: KnownCall) -> admin_pb2.PutSamplesResponse:
         tenant_id = await self._tenant(request.tenant_id, call)
         if problem := name_problem(request.name):
             raise InvalidRequest.of("name", problem)
@@ -77,14 +74,14 @@ class AdapterDocuments:
         return after.get(name)
 
     async def list_samples(
-        self, request: admin_pb2.ListSamplesRequest, call: ServerCall
+        self, request: admin_pb2.ListSamplesRequest, call: KnownCall
     ) -> admin_pb2.ListSamplesResponse:
         tenant_id = await self._tenant(request.tenant_id, call)
         found = await self._documents.held(tenant_id, SAMPLES)
         return admin_pb2.ListSamplesResponse(samples=[_info(each) for each in found])
 
     async def remove_samples(
-        self, request: admin_pb2.RemoveSamplesRequest, call: ServerCall
+        self, request: admin_pb2.RemoveSamplesRequest, call: KnownCall
     ) -> admin_pb2.RemoveSamplesResponse:
         tenant_id = await self._tenant(request.tenant_id, call)
         if request.name not in {each.name for each in await self._documents.held(tenant_id, SAMPLES)}:
@@ -93,7 +90,7 @@ class AdapterDocuments:
         return admin_pb2.RemoveSamplesResponse()
 
     async def report(
-        self, request: admin_pb2.GetAdapterReportRequest, call: ServerCall
+        self, request: admin_pb2.GetAdapterReportRequest, call: KnownCall
     ) -> admin_pb2.GetAdapterReportResponse:
         tenant_id = await self._tenant(request.tenant_id, call)
         record = await self._record(tenant_id, request.name)
@@ -103,7 +100,7 @@ class AdapterDocuments:
         return admin_pb2.GetAdapterReportResponse(adapter=adapter_info(record.at(version)), report=data)
 
     async def read(
-        self, request: admin_pb2.ReadAdapterRequest, call: ServerCall
+        self, request: admin_pb2.ReadAdapterRequest, call: KnownCall
     ) -> AsyncIterator[admin_pb2.ReadAdapterResponse]:
         tenant_id = await self._tenant(request.tenant_id, call)
         record = await self._record(tenant_id, request.name)
@@ -114,10 +111,9 @@ class AdapterDocuments:
             async for name, data in self._documents.adapter(AdapterDigest(version.uid)):
                 yield admin_pb2.ReadAdapterResponse(chunk=admin_pb2.FileChunk(file_name=name, data=data))
 
-    async def _tenant(self, named: str, call: ServerCall) -> str:
+    async def _tenant(self, named: str, call: KnownCall) -> str:
         """That there is. Raises PermissionDenied, NotFound."""
-        caller = self._callers.known(call.metadata.get(AUTHORIZATION_KEY, ""), call.peer)
-        tenant_id = caller.require_tenant(named, [Scope.ADMIN])
+        tenant_id = call.principal.require_tenant(named)
         if not tenant_id:
             raise InvalidRequest.of("tenant_id", "is missing")
         if not is_valid_name(tenant_id) or await self._store.get(keys.tenant(tenant_id)) is None:

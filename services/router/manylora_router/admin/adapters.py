@@ -29,7 +29,7 @@ from manylora_shared.stores.adapter_files import FILE_NAMES, AdapterFiles
 from manylora_shared.stores.adapter_tokenizer import BroughtTokenizer
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.adapter_gate import Judge
-from manylora_shared.tenancy.identity import Principal, Scope
+from manylora_shared.tenancy.identity import Principal
 from manylora_shared.tenancy.policy import TenantPolicy
 from manylora_shared.transport.base import methods_of
 from manylora_shared.transport.places import Places
@@ -109,14 +109,12 @@ class AdapterIntake:
         self, requests: AsyncIterator[UploadPart], caller: Principal, *, needs_name: bool = True
     ) -> admin_pb2.AddAdapterHeader:
         """Fills in its tenant. Raises PermissionDenied and InvalidRequest."""
-        if not (caller.may(Scope.OPERATOR) or caller.may(Scope.ADMIN)):
-            raise caller.denied()
         first = await self._next(requests)
         if first is None or first.WhichOneof("part") != "header":
             raise InvalidRequest.of("header", "must be the first message")
         header = first.header
-        header.tenant_id = caller.require_tenant(header.tenant_id, [Scope.ADMIN])
-        if header.store_path and not caller.may(Scope.OPERATOR):
+        header.tenant_id = caller.require_tenant(header.tenant_id)
+        if header.store_path and caller.tenant_id is not None:
             # The adapter store's folders are of all tenants, so the answer is the same whatever lies there.
             raise PermissionDenied(
                 "header.store_path: only an operator's key takes adapters from the adapter store; upload the files"
@@ -124,7 +122,7 @@ class AdapterIntake:
         if header.source:
             if header.store_path:
                 raise InvalidRequest.of("header.source", "goes not with header.store_path")
-            self._sources.rule_for(header.source, header.tenant_id, is_operator=caller.may(Scope.OPERATOR))
+            self._sources.rule_for(header.source, header.tenant_id, is_operator=caller.tenant_id is None)
         wrong = [
             FieldViolation(f"header.{name}", problem)
             for name, value in (("tenant_id", header.tenant_id), ("name", header.name))

@@ -1,15 +1,13 @@
 """AdminService: tenants, keys, adapters, status.
 
-Every change of the store is one transaction guarded by what was read before it. Each handler first asks whether the
-caller's key permits the call.
+Every change of the store is one transaction guarded by what was read before it. The entrance has asked whether the
+caller's key permits the call; a handler asks of which tenant it may be.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
-import math
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -17,7 +15,7 @@ from typing import Any
 from manylora.v1 import admin_pb2
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Compare, Delete, KeyValue, Put, Store
-from manylora_shared.coordination.records import AdapterRecord, KeyRecord
+from manylora_shared.coordination.records import AdapterRecord
 from manylora_shared.errors import (
     AdapterRejected,
     GateInconclusive,
@@ -35,18 +33,10 @@ from manylora_shared.stores.documents import Documents
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.adapter_gate import Verdict
 from manylora_shared.tenancy.adapter_shares import pins_problem
-from manylora_shared.tenancy.identity import (
-    AUTHORIZATION_KEY,
-    TENANT_SCOPES,
-    Principal,
-    Scope,
-    has_expired,
-    lifetime_problems,
-    new_key,
-)
 from manylora_shared.tenancy.policy import TenantPolicy, line_of, parse_policy
-from manylora_shared.transport.base import Gate, ServerCall, Service
+from manylora_shared.transport.base import Gate, Service
 
+from manylora_router.admin.access.keys import Keys, key_record
 from manylora_router.admin.adapter_documents import AdapterDocuments
 from manylora_router.admin.adapters import AdapterIntake
 from manylora_router.admin.draining import Draining
@@ -55,12 +45,13 @@ from manylora_router.admin.status import ClusterStatus
 from manylora_router.admin.validation import AdapterValidation
 from manylora_router.admin.verification import Verification
 from manylora_router.admin.versions import AdapterVersions
-from manylora_router.links.callers import Callers
 from manylora_router.links.directory import Directory
-from manylora_router.links.wire import adapter_info, key_info, tenant_info
+from manylora_router.links.entrance import Entrance, KnownCall
+from manylora_router.links.wire import adapter_info, tenant_info
 from manylora_router.quality.report import Report
 
 _LOG = logging.getLogger(__name__)
+_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
 _MAX_CONFLICTS = 8  # times that a change is tried again because somebody else changed the same key
 _POLICIES_AT_ONCE = 32  # policies that are parsed before others have their turn on the event loop
 _DELETE_BATCH = 100  # keys deleted in one transaction, well inside the store's bound
@@ -71,7 +62,7 @@ class AdminServicer:
         self,
         *,
         directory: Directory,
-        callers: Callers,
+        entrance: Entrance,
         store: Store,
         intake: AdapterIntake,
         validation: AdapterValidation,
@@ -84,19 +75,18 @@ class AdminServicer:
         rng: random.Random,
     ) -> None:
         self._directory = directory
-        self._callers = callers
+        self._entrance = entrance
         self._store = store
         self._intake = intake
         self._validation = validation
         self._documents = documents
         self._verification = verification
-        self._adapter_documents = AdapterDocuments(callers, store, documents, validation)
-        self._versions = AdapterVersions(callers, directory, store, clock, rng)
+        self._adapter_documents = AdapterDocuments(store, documents, validation)
+        self._keys = Keys(directory, store, clock, rng)
+        self._versions = AdapterVersions(directory, store, clock, rng)
         self._status = status
         self._levels = levels
         self._draining = draining
-        self._clock = clock
-        self._rng = rng
 
     @property
     def handlers(self) -> dict[str, Callable[..., Any]]:
@@ -110,29 +100,21 @@ class AdminServicer:
             "ListAdapters": self.list_adapters,
             "RemoveAdapter": self.remove_adapter,
             "VerifyAdapters": self.verify_adapters,
-            "CreateKey": self.create_key,
-            "ListKeys": self.list_keys,
-            "RevokeKey": self.revoke_key,
-            "RotateKey": self.rotate_key,
             "LiftQuarantine": self.lift_quarantine,
             "Drain": self.drain,
             "GetStatus": self.get_status,
         }
-        return own | self._versions.handlers | self._adapter_documents.handlers
+        handlers = own | self._keys.handlers | self._versions.handlers | self._adapter_documents.handlers
+        return self._entrance.guarded(_SERVICE, handlers)
 
     def service(self, gate: Gate) -> Service:
-        return Service(admin_pb2.DESCRIPTOR.services_by_name["AdminService"], self.handlers, gate=gate)
-
-    def _caller(self, call: ServerCall) -> Principal:
-        """Raises Unauthenticated."""
-        return self._callers.known(call.metadata.get(AUTHORIZATION_KEY, ""), call.peer)
+        return Service(_SERVICE, self.handlers, gate=gate)
 
     # Tenants
 
     async def apply_tenant(
-        self, request: admin_pb2.ApplyTenantRequest, call: ServerCall
+        self, request: admin_pb2.ApplyTenantRequest, call: KnownCall
     ) -> admin_pb2.ApplyTenantResponse:
-        self._caller(call).require(Scope.OPERATOR)
         policy = parse_policy(request.policy_yaml)
         if (problem := await self._pins_problem(policy)) is not None:
             line = line_of(request.policy_yaml, "adapters.pin")
@@ -194,8 +176,8 @@ class AdminServicer:
             largest=max((max(each.values()) for each in sizes.values()), default=0),
         )
 
-    async def get_tenant(self, request: admin_pb2.GetTenantRequest, call: ServerCall) -> admin_pb2.GetTenantResponse:
-        tenant_id = self._caller(call).require_tenant(request.tenant_id, [Scope.ADMIN])
+    async def get_tenant(self, request: admin_pb2.GetTenantRequest, call: KnownCall) -> admin_pb2.GetTenantResponse:
+        tenant_id = call.principal.require_tenant(request.tenant_id)
         stored = await self._stored_tenant(tenant_id)
         adapters = await self._store.list(keys.adapters_of(tenant_id))
         return admin_pb2.GetTenantResponse(
@@ -203,9 +185,8 @@ class AdminServicer:
         )
 
     async def list_tenants(
-        self, request: admin_pb2.ListTenantsRequest, call: ServerCall
+        self, request: admin_pb2.ListTenantsRequest, call: KnownCall
     ) -> admin_pb2.ListTenantsResponse:
-        self._caller(call).require(Scope.OPERATOR)
         counts: dict[str, int] = {}
         for entry in self._directory.adapters.values():
             counts[entry.record.tenant_id] = counts.get(entry.record.tenant_id, 0) + 1
@@ -217,9 +198,8 @@ class AdminServicer:
         )
 
     async def delete_tenant(
-        self, request: admin_pb2.DeleteTenantRequest, call: ServerCall
+        self, request: admin_pb2.DeleteTenantRequest, call: KnownCall
     ) -> admin_pb2.DeleteTenantResponse:
-        self._caller(call).require(Scope.OPERATOR)
         tenant_id = request.tenant_id
         removed = 0
         for _ in range(_MAX_CONFLICTS):
@@ -246,7 +226,7 @@ class AdminServicer:
     async def _delete_keys(self, tenant_id: str) -> None:
         listing = await self._store.list(keys.API_KEYS)
         # a record that cannot be read is nobody's key
-        found = [(kv.key, _key_record(kv)) for kv in listing.kvs]
+        found = [(kv.key, key_record(kv)) for kv in listing.kvs]
         await self._delete([key for key, record in found if record is not None and record.tenant_id == tenant_id])
 
     async def _delete_documents(self, tenant_id: str) -> None:
@@ -269,110 +249,19 @@ class AdminServicer:
             raise NotFound(f"tenant_id: tenant {tenant_id[:80]!r} is not known")
         return stored
 
-    # Keys
-
-    async def create_key(self, request: admin_pb2.CreateKeyRequest, call: ServerCall) -> admin_pb2.CreateKeyResponse:
-        self._caller(call).require(Scope.OPERATOR)
-        made = new_key(
-            self._rng.getrandbits,
-            tenant_id=request.tenant_id,
-            scopes=request.scopes,
-            name=request.name,
-            now_unix_s=self._clock.now_unix_s(),
-            lifetime_s=request.lifetime_s,
-            networks=request.networks,
-        )
-        record = made.record
-        key = keys.api_key(record.key_id)
-        for _ in range(_MAX_CONFLICTS):
-            compares = [Compare(key, 0)]
-            if record.tenant_id:
-                tenant = await self._stored_tenant(record.tenant_id)
-                compares.append(Compare(keys.tenant(record.tenant_id), tenant.mod_revision))
-            if (await self._store.txn(compares, [Put(key, record.to_json())])).succeeded:
-                await self._directory.key_seen(record)
-                _LOG.info("key made", extra=fields(key_id=record.key_id, tenant=record.tenant_id))
-                return admin_pb2.CreateKeyResponse(key=made.key, info=key_info(record))
-        raise _conflict()
-
-    async def list_keys(self, request: admin_pb2.ListKeysRequest, call: ServerCall) -> admin_pb2.ListKeysResponse:
-        self._caller(call).require(Scope.OPERATOR)
-        found = [r for r in self._directory.api_keys.values() if request.tenant_id in ("", r.tenant_id)]
-        found.sort(key=lambda record: (record.created_unix_s, record.key_id))
-        return admin_pb2.ListKeysResponse(keys=[key_info(record) for record in found])
-
-    async def revoke_key(self, request: admin_pb2.RevokeKeyRequest, call: ServerCall) -> admin_pb2.RevokeKeyResponse:
-        """Revoking a key again changes nothing. A caller may revoke the key that it calls with."""
-        self._caller(call).require(Scope.OPERATOR)
-        key = keys.api_key(request.key_id)
-        for _ in range(_MAX_CONFLICTS):
-            stored, record = await self._stored_key(request.key_id)
-            if not record.revoked_unix_s:
-                record = dataclasses.replace(record, revoked_unix_s=self._clock.now_unix_s())
-                result = await self._store.txn([Compare(key, stored.mod_revision)], [Put(key, record.to_json())])
-                if not result.succeeded:
-                    continue
-                _LOG.info("key revoked", extra=fields(key_id=record.key_id, tenant=record.tenant_id))
-            await self._directory.key_seen(record)
-            return admin_pb2.RevokeKeyResponse(info=key_info(record))
-        raise _conflict()
-
-    async def rotate_key(self, request: admin_pb2.RotateKeyRequest, call: ServerCall) -> admin_pb2.RotateKeyResponse:
-        """The old key's end comes no later than it was to come."""
-        self._caller(call).require(Scope.OPERATOR)
-        if violations := lifetime_problems("overlap_s", request.overlap_s):
-            raise InvalidRequest.of_all(violations)
-        for _ in range(_MAX_CONFLICTS):
-            stored, old = await self._stored_key(request.key_id)
-            now = self._clock.now_unix_s()
-            if old.revoked_unix_s or has_expired(old, now):
-                raise Unready(f"key_id: key {old.key_id} is not in force any more; make a new one")
-            made = new_key(
-                self._rng.getrandbits,
-                tenant_id=old.tenant_id,
-                scopes=old.scopes,
-                name=old.name,
-                now_unix_s=now,
-                lifetime_s=request.lifetime_s or max(0.0, old.expires_unix_s - old.created_unix_s),
-                networks=old.networks,
-            )
-            ends = min(now + request.overlap_s, old.expires_unix_s or math.inf)
-            replaced = dataclasses.replace(old, expires_unix_s=ends)
-            new = keys.api_key(made.record.key_id)
-            result = await self._store.txn(
-                [Compare(stored.key, stored.mod_revision), Compare(new, 0)],
-                [Put(stored.key, replaced.to_json()), Put(new, made.record.to_json())],
-            )
-            if result.succeeded:
-                await self._directory.key_seen(made.record)
-                _LOG.info("key rotated", extra=fields(key_id=made.record.key_id, replaced=old.key_id))
-                return admin_pb2.RotateKeyResponse(
-                    key=made.key, info=key_info(made.record), replaced=key_info(replaced)
-                )
-        raise _conflict()
-
-    async def _stored_key(self, key_id: str) -> tuple[KeyValue, KeyRecord]:
-        """Raises NotFound."""
-        stored = await self._store.get(keys.api_key(key_id)) if is_valid_name(key_id) else None
-        record = _key_record(stored) if stored is not None else None
-        if stored is None or record is None:
-            known = "is not known" if stored is None else "is not in force: its record cannot be read"
-            raise NotFound(f"key_id: key {key_id[:80]!r} {known}")
-        return stored, record
-
     # Adapters
 
     async def add_adapter(
-        self, requests: AsyncIterator[admin_pb2.AddAdapterRequest], call: ServerCall
+        self, requests: AsyncIterator[admin_pb2.AddAdapterRequest], call: KnownCall
     ) -> admin_pb2.AddAdapterResponse:
-        caller = self._caller(call)
+        caller = call.principal
         header = await self._intake.read_header(requests, caller)
         with self._intake.place(header.tenant_id):  # first: what is refused costs etcd nothing
             policy = await self._policy_of(header.tenant_id)
             if header.only_new:
                 await self._versions.refuse_known(header.tenant_id, header.name)
             record, report = await self._validation.take_in(
-                header, requests, policy, is_operator=caller.may(Scope.OPERATOR)
+                header, requests, policy, is_operator=caller.tenant_id is None
             )
             added = await self._versions.register(record, only_new=header.only_new)
         if added.state:
@@ -380,13 +269,13 @@ class AdminServicer:
         return admin_pb2.AddAdapterResponse(adapter=adapter_info(added))
 
     async def check_adapter(
-        self, requests: AsyncIterator[admin_pb2.CheckAdapterRequest], call: ServerCall
+        self, requests: AsyncIterator[admin_pb2.CheckAdapterRequest], call: KnownCall
     ) -> admin_pb2.CheckAdapterResponse:
-        caller = self._caller(call)
+        caller = call.principal
         header = await self._intake.read_header(requests, caller, needs_name=False)
         with self._intake.place(header.tenant_id):
             policy = await self._policy_of(header.tenant_id)
-            report = await self._validation.check(header, requests, policy, is_operator=caller.may(Scope.OPERATOR))
+            report = await self._validation.check(header, requests, policy, is_operator=caller.tenant_id is None)
         return admin_pb2.CheckAdapterResponse(report=report.to_json(), passed=report.verdict is Verdict.PASSED)
 
     async def _policy_of(self, tenant_id: str) -> TenantPolicy:
@@ -398,9 +287,9 @@ class AdminServicer:
             raise Unready(f"tenant_id: the stored policy of tenant {tenant_id} cannot be read; apply it again") from e
 
     async def list_adapters(
-        self, request: admin_pb2.ListAdaptersRequest, call: ServerCall
+        self, request: admin_pb2.ListAdaptersRequest, call: KnownCall
     ) -> admin_pb2.ListAdaptersResponse:
-        tenant_id = self._caller(call).require_tenant(request.tenant_id, TENANT_SCOPES)
+        tenant_id = call.principal.require_tenant(request.tenant_id)
         records = await self._adapters_of(tenant_id)
         return admin_pb2.ListAdaptersResponse(adapters=[adapter_info(record) for record in records])
 
@@ -412,9 +301,9 @@ class AdminServicer:
         return self._directory.adapters_of(tenant_id)
 
     async def verify_adapters(
-        self, request: admin_pb2.VerifyAdaptersRequest, call: ServerCall
+        self, request: admin_pb2.VerifyAdaptersRequest, call: KnownCall
     ) -> AsyncIterator[admin_pb2.VerifyAdaptersResponse]:
-        tenant_id = self._caller(call).require_tenant(request.tenant_id, [Scope.ADMIN])
+        tenant_id = call.principal.require_tenant(request.tenant_id)
         if request.name and not tenant_id:
             raise InvalidRequest.of("tenant_id", "is missing, and adapters of a name may be several tenants'")
         found = [record for record in await self._adapters_of(tenant_id) if request.name in ("", record.name)]
@@ -425,10 +314,10 @@ class AdminServicer:
             yield answer
 
     async def remove_adapter(
-        self, request: admin_pb2.RemoveAdapterRequest, call: ServerCall
+        self, request: admin_pb2.RemoveAdapterRequest, call: KnownCall
     ) -> admin_pb2.RemoveAdapterResponse:
         """The files stay for a while, for requests that were queued before; RouterApp collects them."""
-        tenant_id = self._caller(call).require_tenant(request.tenant_id, [Scope.ADMIN])
+        tenant_id = call.principal.require_tenant(request.tenant_id)
         await self._stored_tenant(tenant_id)
         key = keys.adapter(tenant_id, request.name)
         if not is_valid_name(request.name) or not await self._store.delete(key):
@@ -439,10 +328,9 @@ class AdminServicer:
     # Status
 
     async def lift_quarantine(
-        self, request: admin_pb2.LiftQuarantineRequest, call: ServerCall
+        self, request: admin_pb2.LiftQuarantineRequest, call: KnownCall
     ) -> admin_pb2.LiftQuarantineResponse:
         """Also of a tenant that is gone: it may come back while its prompts are remembered."""
-        self._caller(call).require(Scope.OPERATOR)
         if problem := name_problem(request.tenant_id):
             raise InvalidRequest.of("tenant_id", problem)
         answer = await self._levels.lift_quarantine(
@@ -451,21 +339,11 @@ class AdminServicer:
         _LOG.info("quarantine lifted", extra=fields(tenant=request.tenant_id, prompts=answer.prompts))
         return answer
 
-    async def drain(self, request: admin_pb2.DrainRequest, call: ServerCall) -> admin_pb2.DrainResponse:
-        self._caller(call).require(Scope.OPERATOR)
+    async def drain(self, request: admin_pb2.DrainRequest, call: KnownCall) -> admin_pb2.DrainResponse:
         return admin_pb2.DrainResponse(kind=await self._draining.drain(request.id, call.metadata))
 
-    async def get_status(self, request: admin_pb2.GetStatusRequest, call: ServerCall) -> admin_pb2.GetStatusResponse:
-        caller = self._caller(call)
-        tenant_id = "" if caller.may(Scope.OPERATOR) else caller.require_tenant("", TENANT_SCOPES)
-        return await self._status.told(tenant_id, call.metadata, local_only=request.local_only)
-
-
-def _key_record(kv: KeyValue) -> KeyRecord | None:
-    try:
-        return KeyRecord.stored(kv)
-    except ValueError:  # logged by the mirror
-        return None
+    async def get_status(self, request: admin_pb2.GetStatusRequest, call: KnownCall) -> admin_pb2.GetStatusResponse:
+        return await self._status.told(call.principal.tenant_id or "", call.metadata, local_only=request.local_only)
 
 
 def refused_by_gate(added: AdapterRecord, report: Report) -> ManyloraError:

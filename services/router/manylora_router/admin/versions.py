@@ -18,12 +18,10 @@ from manylora_shared.ids import is_valid_name
 from manylora_shared.process.clock import WallClock
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.adapter_line import Line, LineProblem, Sticky
-from manylora_shared.tenancy.identity import AUTHORIZATION_KEY, TENANT_SCOPES, Scope
 from manylora_shared.tenancy.trial import MAX_TRIALS, MIN_REQUESTS, STEP_LIMIT_S, STEPS, Plan
-from manylora_shared.transport.base import ServerCall
 
-from manylora_router.links.callers import Callers
 from manylora_router.links.directory import Directory
+from manylora_router.links.entrance import KnownCall
 from manylora_router.links.wire import adapter_line
 
 _LOG = logging.getLogger(__name__)
@@ -33,10 +31,7 @@ MAX_TRIALS_OF_TENANT = 16  # rollouts that judge themselves, at a time
 
 
 class AdapterVersions:
-    def __init__(
-        self, callers: Callers, directory: Directory, store: Store, clock: WallClock, rng: random.Random
-    ) -> None:
-        self._callers = callers
+    def __init__(self, directory: Directory, store: Store, clock: WallClock, rng: random.Random) -> None:
         self._directory = directory
         self._store = store
         self._clock = clock
@@ -95,7 +90,7 @@ class AdapterVersions:
         raise _conflict()
 
     async def roll_out(
-        self, request: admin_pb2.RolloutAdapterRequest, call: ServerCall
+        self, request: admin_pb2.RolloutAdapterRequest, call: KnownCall
     ) -> admin_pb2.RolloutAdapterResponse:
         salt = f"{self._rng.getrandbits(_SALT_BITS):016x}"
         sticky = request.sticky or Sticky.REQUEST
@@ -108,10 +103,9 @@ class AdapterVersions:
 
         return admin_pb2.RolloutAdapterResponse(line=await self._change(request.tenant_id, request.name, call, change))
 
-    def _check_room(self, request: admin_pb2.RolloutAdapterRequest, call: ServerCall) -> None:
+    def _check_room(self, request: admin_pb2.RolloutAdapterRequest, call: KnownCall) -> None:
         """Raises InvalidRequest where as many rollouts judge themselves as may."""
-        caller = self._callers.known(call.metadata.get(AUTHORIZATION_KEY, ""), call.peer)
-        tenant_id = caller.require_tenant(request.tenant_id, [Scope.ADMIN])
+        tenant_id = call.principal.require_tenant(request.tenant_id)
         others = [each[:2] for each in self._directory.trials if each[:2] != (tenant_id, request.name)]
         own = [each for each in others if each[0] == tenant_id]
         for found, whose, most in ((own, "this tenant", MAX_TRIALS_OF_TENANT), (others, "all tenants", MAX_TRIALS)):
@@ -119,7 +113,7 @@ class AdapterVersions:
                 raise InvalidRequest.of("auto", f"{most} rollouts of {whose} judge themselves now, as many as may")
 
     async def promote(
-        self, request: admin_pb2.PromoteAdapterRequest, call: ServerCall
+        self, request: admin_pb2.PromoteAdapterRequest, call: KnownCall
     ) -> admin_pb2.PromoteAdapterResponse:
         def change(line: Line, now: float) -> Line:
             return line.promote(request.to, now)
@@ -127,15 +121,13 @@ class AdapterVersions:
         return admin_pb2.PromoteAdapterResponse(line=await self._change(request.tenant_id, request.name, call, change))
 
     async def roll_back(
-        self, request: admin_pb2.RollbackAdapterRequest, call: ServerCall
+        self, request: admin_pb2.RollbackAdapterRequest, call: KnownCall
     ) -> admin_pb2.RollbackAdapterResponse:
         return admin_pb2.RollbackAdapterResponse(
             line=await self._change(request.tenant_id, request.name, call, Line.roll_back)
         )
 
-    async def retire(
-        self, request: admin_pb2.RetireAdapterRequest, call: ServerCall
-    ) -> admin_pb2.RetireAdapterResponse:
+    async def retire(self, request: admin_pb2.RetireAdapterRequest, call: KnownCall) -> admin_pb2.RetireAdapterResponse:
         """The files stay for a while, for requests that were queued before; RouterApp collects them."""
 
         def change(line: Line, now: float) -> Line:
@@ -143,18 +135,14 @@ class AdapterVersions:
 
         return admin_pb2.RetireAdapterResponse(line=await self._change(request.tenant_id, request.name, call, change))
 
-    async def line(
-        self, request: admin_pb2.GetAdapterLineRequest, call: ServerCall
-    ) -> admin_pb2.GetAdapterLineResponse:
-        caller = self._callers.known(call.metadata.get(AUTHORIZATION_KEY, ""), call.peer)
-        tenant_id = caller.require_tenant(request.tenant_id, TENANT_SCOPES)
+    async def line(self, request: admin_pb2.GetAdapterLineRequest, call: KnownCall) -> admin_pb2.GetAdapterLineResponse:
+        tenant_id = call.principal.require_tenant(request.tenant_id)
         return admin_pb2.GetAdapterLineResponse(line=adapter_line(_read(await self._stored(tenant_id, request.name))))
 
     async def _change(
-        self, tenant_id: str, name: str, call: ServerCall, change: Callable[[Line, float], Line]
+        self, tenant_id: str, name: str, call: KnownCall, change: Callable[[Line, float], Line]
     ) -> admin_pb2.AdapterLine:
-        caller = self._callers.known(call.metadata.get(AUTHORIZATION_KEY, ""), call.peer)
-        tenant_id = caller.require_tenant(tenant_id, [Scope.ADMIN])
+        tenant_id = call.principal.require_tenant(tenant_id)
         for _ in range(_MAX_CONFLICTS):
             stored = await self._stored(tenant_id, name)
             before = _read(stored)

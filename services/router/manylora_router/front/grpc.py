@@ -39,12 +39,14 @@ from manylora_router.guard.admission import (
     TextPrompt,
     TokenPrompt,
 )
+from manylora_router.links.entrance import Entrance
 from manylora_router.request.call import Calls
 from manylora_router.request.frames import ChoiceEnd, Degraded, Finished, Frame
 
 
 class InferenceServicer:
-    def __init__(self, intake: Intake, calls: Calls, feedback: FeedbackDesk) -> None:
+    def __init__(self, intake: Intake, calls: Calls, feedback: FeedbackDesk, entrance: Entrance) -> None:
+        self._entrance = entrance
         self._intake = intake
         self._calls = calls
         self._feedback = feedback
@@ -56,7 +58,7 @@ class InferenceServicer:
             "ListModels": self.list_models,
             "GiveFeedback": self.give_feedback,
         }
-        return Service(descriptor, handlers, gate=gate)
+        return Service(descriptor, self._entrance.guarded(descriptor, handlers), gate=gate)
 
     async def give_feedback(
         self, request: inference_pb2.GiveFeedbackRequest, call: ServerCall

@@ -21,8 +21,9 @@ from manylora_shared.ids import AdapterDigest, AdapterKey, AdapterName, QosClass
 from manylora_shared.metadata import ADAPTER_KEY, CLASS_KEY, IDEMPOTENCY_KEY, PRIORITY_KEY, TENANT_KEY
 from manylora_shared.sampling import MAX_LISTED, Sampling
 from manylora_shared.tenancy.adapter_line import AdapterVersion, Line, StickyKeys
-from manylora_shared.tenancy.identity import Principal, Scope
+from manylora_shared.tenancy.identity import Principal
 from manylora_shared.tenancy.policy import TenantPolicy
+from manylora_shared.tenancy.roles import Scope
 
 MAX_CHOICES = 8
 MAX_STOP_STRINGS = 16

@@ -13,7 +13,8 @@ import jwt
 from manylora_shared.address import is_loopback
 from manylora_shared.errors import ManyloraError, PermissionDenied, ServiceUnavailable, Unauthenticated
 from manylora_shared.ids import QosClass, TenantId, is_valid_name
-from manylora_shared.tenancy.identity import CLUSTER_SCOPES, Principal, Scope, no_key
+from manylora_shared.tenancy.identity import Principal, no_key
+from manylora_shared.tenancy.roles import CLUSTER_ROLES, CLUSTER_SCOPES, TENANT_SCOPES, Role, Scope
 
 ALGORITHMS = ("RS256", "ES256")
 LEEWAY_S = 30.0
@@ -36,9 +37,11 @@ class Issuer:
     jwks: str  # a file, or an https URL
     tenant_claim: str = "tenant"
     scopes_claim: str = "scope"
+    roles_claim: str = ""  # empty: tokens have none
     class_claim: str = ""  # empty: requests say their class themselves
     tenants: Mapping[str, str] = field(default_factory=dict)
     scopes: Mapping[str, str] = field(default_factory=dict)
+    roles: Mapping[str, str] = field(default_factory=dict)
     classes: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -47,9 +50,11 @@ class Issuer:
             if not getattr(self, name):
                 raise ValueError(f"{name}: is missing")
         url = urlsplit(self.jwks)
+        if self.roles_claim and not self.roles:
+            raise ValueError("roles: is missing: it says which role a text of roles_claim stands for")
         if url.scheme == "http" and not is_loopback(url.hostname or ""):
             raise ValueError("jwks: an http URL can be forged on the way; it must be https")
-        for name, known in (("scopes", tuple(Scope)), ("classes", tuple(QosClass))):
+        for name, known in (("scopes", tuple(Scope)), ("roles", tuple(Role)), ("classes", tuple(QosClass))):
             for value in getattr(self, name).values():
                 if value not in known:
                     raise ValueError(f"{name}: {value!r} is not one of {', '.join(known)}")
@@ -82,7 +87,7 @@ def _checked(entry: Any) -> dict[str, Any]:
     for name, value in entry.items():
         if name not in fields:
             raise ValueError(f"{name}: is not one of {', '.join(fields)}")
-        if name in ("tenants", "scopes", "classes"):
+        if name in ("tenants", "scopes", "roles", "classes"):
             if not isinstance(value, dict) or not all(isinstance(each, str) for each in [*value, *value.values()]):
                 raise ValueError(f"{name}: must map texts to texts")
         elif not isinstance(value, str):
@@ -190,22 +195,33 @@ def _time(claims: Mapping[str, Any], name: str) -> float:
 
 def _principal(issuer: Issuer, claims: Mapping[str, Any]) -> Principal:
     """Raises PermissionDenied: the token is right, and not of use here."""
+    role = _role(issuer, claims)
     said = _values(claims, issuer.scopes_claim)
     scopes = {issuer.scopes.get(each) if issuer.scopes else each for each in said}
-    # whole cluster's only where the configuration names them
-    allowed = tuple(Scope) if issuer.scopes else tuple(s for s in Scope if s not in CLUSTER_SCOPES)
+    # others only where the configuration names them
+    allowed = tuple(Scope) if issuer.scopes else tuple(s for s in Scope if s in TENANT_SCOPES)
     held = tuple(scope for scope in allowed if scope in scopes)
-    if not held:
+    if not held and not role:
         raise PermissionDenied(f"this token's claim {issuer.scopes_claim} has no scope that is known here")
     qos_class = _mapped(claims, issuer.class_claim, issuer.classes) if issuer.class_claim else ""
     if qos_class and qos_class not in tuple(QosClass):
         raise PermissionDenied(f"this token's claim {issuer.class_claim} names no class")
-    if any(scope in CLUSTER_SCOPES for scope in held):
-        return Principal("", None, tuple(s for s in held if s in CLUSTER_SCOPES), qos_class)
+    subject = claims.get("sub")
+    subject = subject if isinstance(subject, str) else ""
+    if role in CLUSTER_ROLES or any(scope in CLUSTER_SCOPES for scope in held):
+        kept = tuple(s for s in held if s in CLUSTER_SCOPES)
+        return Principal("", None, kept, qos_class, role if role in CLUSTER_ROLES else "", subject)
     tenant = _mapped(claims, issuer.tenant_claim, issuer.tenants)
     if not is_valid_name(tenant):
         raise PermissionDenied(f"this token's claim {issuer.tenant_claim} names no tenant")
-    return Principal("", TenantId(tenant), held, qos_class)
+    return Principal("", TenantId(tenant), held, qos_class, role, subject)
+
+
+def _role(issuer: Issuer, claims: Mapping[str, Any]) -> str:
+    """The first of Role's that the claim stands for; empty: none."""
+    said = _values(claims, issuer.roles_claim) if issuer.roles_claim else []
+    found = {issuer.roles[each] for each in said if each in issuer.roles}
+    return next((role.value for role in Role if role in found), "")
 
 
 def _mapped(claims: Mapping[str, Any], claim: str, names: Mapping[str, str]) -> str:

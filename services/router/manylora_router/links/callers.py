@@ -14,12 +14,12 @@ from manylora_shared.process.clock import WallClock
 from manylora_shared.tenancy.identity import (
     AUTHORIZATION_KEY,
     Principal,
-    Scope,
     authenticate,
     bearer,
     bearer_of,
     host_of,
 )
+from manylora_shared.tenancy.roles import Scope
 
 from manylora_router.guard.failures import Failures
 from manylora_router.guard.tokens import Tokens, is_token

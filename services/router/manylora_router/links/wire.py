@@ -176,6 +176,7 @@ def key_info(record: KeyRecord) -> admin_pb2.KeyInfo:
         revoked_unix_s=record.revoked_unix_s,
         expires_unix_s=record.expires_unix_s,
         networks=record.networks,
+        role=record.role,
     )
 
 

@@ -18,7 +18,6 @@ from manylora_shared.errors import (
     SlowReader,
     shown,
 )
-from manylora_shared.tenancy.identity import Scope
 from manylora_shared.transport.handling import error_of
 
 from manylora_router.front.gate import account_of, own_tenant
@@ -36,6 +35,7 @@ from manylora_router.front.http.api.responses import respond
 from manylora_router.front.http.bodies import BodyRoom
 from manylora_router.front.http.console import data, files
 from manylora_router.front.http.exchange import Exchange, Gone, Message, Receive, Send
+from manylora_router.guard import rules
 
 Handler = Callable[[Exchange, Door], Awaitable[None]]
 
@@ -46,9 +46,9 @@ _OPEN: Mapping[str, Mapping[str, Handler]] = {  # to everybody
     "/ready": {"GET": ready},
     "/version": {"GET": version},
     openapi.PATH: {"GET": openapi.describe},
+    files.PREFIX: {"GET": files.file},
 }
-_FILE: Mapping[str, Handler] = {"GET": files.file}
-_GUARDED: Mapping[str, Mapping[str, Handler]] = {
+_GUARDED: Mapping[str, Mapping[str, Handler]] = {  # in the name of the tenant that the caller asks for
     "/v1/completions": {"POST": complete},
     "/v1/chat/completions": {"POST": chat},
     "/v1/responses": {"POST": respond},
@@ -63,27 +63,31 @@ _GUARDED: Mapping[str, Mapping[str, Handler]] = {
 }
 
 
-_ADMIN: Mapping[str, Mapping[str, Handler]] = {  # AdminService says whose keys may
+_OWN: Mapping[str, Mapping[str, Handler]] = {  # in the caller's own name
     "/v1/load_lora_adapter": {"POST": load},
     "/v1/unload_lora_adapter": {"POST": unload},
-}
-
-
-_CONSOLE: Mapping[str, Mapping[str, Handler]] = {  # AdminService says whose keys may, and what they see
     f"{data.PREFIX}me": {"GET": data.me},
     f"{data.PREFIX}status": {"GET": data.status},
     f"{data.PREFIX}history": {"GET": data.history},
     f"{data.PREFIX}adapters": {"GET": data.adapters},
     f"{data.PREFIX}requests": {"GET": data.requests},
     data.REQUEST: {"GET": data.one_request},
+    "/metrics": {"GET": metrics},
 }
-
-
-_OPERATORS: Mapping[str, Mapping[str, Handler]] = {"/metrics": {"GET": metrics}}
 
 
 class MethodNotAllowed(InvalidRequest):
     own_http = HttpError(405, "invalid_request_error")
+
+
+def names() -> list[str]:
+    """Every route, as the table of rules names it."""
+    found = [(path, method) for table in (_OPEN, _GUARDED, _OWN) for path, row in table.items() for method in row]
+    return [f"{method} {path}" for path, method in found]
+
+
+def _read_as(method: str) -> str:
+    return "GET" if method == "HEAD" else method
 
 
 class Routes:
@@ -117,33 +121,37 @@ class Routes:
             exchange.form = AnthropicErrors()
         path = next((prefix for prefix in (_MODEL, data.REQUEST) if exchange.path.startswith(prefix)), exchange.path)
         with ExitStack() as held:
-            handlers = _OPEN.get(path) if not files.is_file(path) else _FILE
-            if handlers is None:
-                handlers = self._guarded(exchange, path)
+            if files.is_file(path):
+                path = files.PREFIX
+            handlers = _OPEN.get(path)
+            if handlers is not None:
+                if (read_as := _read_as(method)) in handlers:
+                    rules.check(rules.ROUTES, f"{read_as} {path}")
+            else:
+                handlers = self._guarded(exchange, path, method)
                 held.enter_context(self._door.places.held(account_of(exchange.tenant)))
                 if method != "POST":  # it is answered at once, and may be long
                     await self._door.intake.take_turn(exchange.tenant, None)
             await self._handle(exchange, method, handlers)
 
     async def _handle(self, exchange: Exchange, method: str, handlers: Mapping[str, Handler]) -> None:
-        handler = handlers.get("GET" if method == "HEAD" else method)
+        handler = handlers.get(_read_as(method))
         if handler is None:
             raise MethodNotAllowed(f"{shown(exchange.path)} takes {' or '.join(handlers)}")
         await handler(exchange, self._door)
 
-    def _guarded(self, exchange: Exchange, path: str) -> Mapping[str, Handler]:
+    def _guarded(self, exchange: Exchange, path: str, method: str) -> Mapping[str, Handler]:
         """Before a byte of the body is read."""
         caller = asked.caller_of(exchange.headers)
         principal = self._door.callers.known(caller.authorization, exchange.peer)
         exchange.vouch(account_of(own_tenant(principal)))
-        if (handlers := _GUARDED.get(path)) is not None:
-            exchange.tenant = self._door.intake.tenant_of(asked.nameless(caller))
-        elif (handlers := _ADMIN.get(path, _CONSOLE.get(path))) is not None:
-            exchange.tenant = own_tenant(principal)
-        elif (handlers := _OPERATORS.get(path)) is not None:
-            principal.require(Scope.OPERATOR)
-        else:
+        handlers = _GUARDED.get(path) or _OWN.get(path)
+        if handlers is None:
             raise NotFound(f"there is no {shown(exchange.path)} here")
+        if (method := _read_as(method)) in handlers:
+            rules.check(rules.ROUTES, f"{method} {path}", principal)
+        in_name = path in _GUARDED
+        exchange.tenant = self._door.intake.tenant_of(asked.nameless(caller)) if in_name else own_tenant(principal)
         return handlers
 
     async def _refuse(self, exchange: Exchange, error: ManyloraError) -> None:

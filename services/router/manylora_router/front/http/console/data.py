@@ -10,7 +10,8 @@ from typing import Any
 from manylora.v1 import admin_pb2
 from manylora_shared.errors import NotFound, shown
 from manylora_shared.ids import TenantId
-from manylora_shared.tenancy.identity import TENANT_SCOPES, Principal, Scope
+from manylora_shared.tenancy.identity import Principal
+from manylora_shared.tenancy.roles import Scope
 
 from manylora_router.front.feedback import request_id_of
 from manylora_router.front.http.api import asked
@@ -30,15 +31,15 @@ class _Asked:
     """One call: who asks, and what a time of the event loop is by the wall's clock."""
 
     def __init__(self, exchange: Exchange, door: Door) -> None:
-        """Raises NotFound, Unauthenticated or PermissionDenied."""
+        """Raises NotFound or Unauthenticated."""
         if door.console is None:
             raise NotFound(f"there is no {shown(exchange.path)} here")
         self._exchange = exchange
         self._moments = door.console
         self.caller = asked.caller_of(exchange.headers)
         self.principal: Principal = door.callers.known(self.caller.authorization)
-        self.is_operator = self.principal.may(Scope.OPERATOR)
-        self.tenant = "" if self.is_operator else self.principal.require_tenant("", TENANT_SCOPES)
+        self.is_operator = self.principal.tenant_id is None
+        self.tenant = self.principal.tenant_id or ""
         self.now = asyncio.get_running_loop().time()
         self._ahead_s = door.now_unix_s() - self.now
 

@@ -15,12 +15,14 @@ from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Compare, Put, Store, StoreUnavailable
 from manylora_shared.coordination.records import KeyRecord
 from manylora_shared.telemetry.logs import fields
-from manylora_shared.tenancy.identity import CLUSTER_SCOPES, NewKey, has_expired, hash_of, is_key, new_key, split_key
+from manylora_shared.tenancy.identity import NewKey, has_expired, hash_of, is_key, new_key, split_key
+from manylora_shared.tenancy.roles import Scope
 
 _LOG = logging.getLogger(__name__)
 _RETRY_S = 0.2
 _MODE = 0o600
 KEY_NAME = "operator key file"
+SCOPES = (Scope.GATEWAY.value, Scope.OPERATOR.value)
 
 
 async def ensure(store: Store, path: Path, *, getrandbits: Callable[[int], int], now_unix_s: float) -> None:
@@ -48,7 +50,7 @@ async def _ensure(store: Store, path: Path, getrandbits: Callable[[int], int], n
             made = None
     if made is None:
         made = new_key(
-            getrandbits, tenant_id="", scopes=[scope.value for scope in CLUSTER_SCOPES], name=KEY_NAME,
+            getrandbits, tenant_id="", scopes=SCOPES, name=KEY_NAME,
             now_unix_s=now_unix_s,
         )  # fmt: skip
         await asyncio.to_thread(_write, path, made.key)
@@ -67,7 +69,7 @@ def _as_key(text: str, now_unix_s: float) -> NewKey | None:
         key_id=parts[0],
         secret_hash=hash_of(*parts),
         tenant_id="",
-        scopes=tuple(sorted(scope.value for scope in CLUSTER_SCOPES)),
+        scopes=SCOPES,
         name=KEY_NAME,
         created_unix_s=now_unix_s,
     )

@@ -1,0 +1,18 @@
+"""The options of `key`."""
+
+from __future__ import annotations
+
+from tests.cli.conftest import Manylora
+from tests.cli.fake_server import FakeRouter
+
+
+async def test_what_a_key_is_to_permit(manylora: Manylora, router: FakeRouter) -> None:
+    assert (await manylora("key", "create", "--tenant", "acme", "--expires", "soon")).exit_code == 2
+    assert (await manylora("key", "create")).exit_code == 2
+    assert (await manylora("key", "create", "--scope", "root")).exit_code == 2
+    assert (await manylora("key", "create", "--role", "viewer", "--scope", "gateway")).exit_code == 2
+    out = await manylora("key", "create", "--role", "viewer")
+    assert "for the cluster, with role viewer; it is not shown again" in out.stderr
+    made = list(router.keys.values())[-1]
+    assert (made.role, list(made.scopes)) == ("viewer", [])
+    assert "role viewer" in (await manylora("key", "list")).stdout
