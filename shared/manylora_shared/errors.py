@@ -3,9 +3,11 @@
 # ManyloraError
 # |-- Rejected                      before the request was queued: nothing was done, nothing is owed
 # |   |-- InvalidRequest            whatever the state
+# |   |   `-- KeyReused             another request had this idempotency key
 # |   |-- NotFound                  foreign and absent answer alike
 # |   |-- AlreadyExists
 # |   |-- VersionConflict           somebody else changed it since the caller looked
+# |   |-- AnsweredElsewhere         another router has this idempotency key
 # |   |-- Unready                   right request, wrong state
 # |   |   |-- NoChatTemplate        messages, to a model that has no template for them
 # |   |   `-- AdapterRejected       by the quality gate of its tenant's policy
@@ -19,6 +21,7 @@
 #     |-- WorkerLost
 #     |-- ServiceUnavailable        one that the request needs
 #     |   |-- AdapterUnavailable    its store, or its worker's disk, cannot give it now
+#     |   |-- Draining              the router itself stops: another one takes the request, or goes on with it
 #     |   `-- GateInconclusive      the quality gate could not judge the adapter
 #     |-- DeadlineExceeded
 #     |-- Cancelled
@@ -162,6 +165,11 @@ class InvalidRequest(Rejected):
         return cls("; ".join(f"{v.field}: {v.description}" for v in violations), violations=violations)
 
 
+class KeyReused(InvalidRequest):
+    label = "idempotency_key_reused"
+    own_http = HttpError(422, "invalid_request_error")
+
+
 class NotFound(Rejected):
     code = Code.NOT_FOUND
     label = "not_found"
@@ -175,6 +183,11 @@ class AlreadyExists(Rejected):
 class VersionConflict(Rejected):
     code = Code.ABORTED
     label = "version_conflict"
+
+
+class AnsweredElsewhere(Rejected):
+    code = Code.ABORTED
+    label = "answered_elsewhere"
 
 
 class Unready(Rejected):
@@ -237,6 +250,10 @@ class ServiceUnavailable(Interrupted):
 
 class AdapterUnavailable(ServiceUnavailable):
     label = "adapter_unavailable"
+
+
+class Draining(ServiceUnavailable):
+    label = "draining"
 
 
 class GateInconclusive(ServiceUnavailable):

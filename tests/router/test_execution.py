@@ -355,7 +355,7 @@ def test_seeds() -> None:
 
     async def test(cluster: RouterCluster) -> None:
         sampling = common_pb2.SamplingParams(seed=7, temperature=0.5)
-        assert await seed_of(cluster, text_request(sampling=sampling), idempotency_key="k") == 7
+        assert await seed_of(cluster, text_request(sampling=sampling), idempotency_key="own") == 7
         assert cluster.workers[0].executed[0].sampling.temperature == 0.5
         first = await seed_of(cluster, idempotency_key="k")
         assert await seed_of(cluster, idempotency_key="k") == first

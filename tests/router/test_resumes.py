@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 from manylora.v1 import admin_pb2, common_pb2, scheduler_pb2, worker_pb2
 from manylora_router.guard.resumes import MAX_TENANTS, RESUMES_BURST, RESUMES_PER_S, Resumes
-from manylora_router.request.execution import MAX_FRUITLESS
+from manylora_router.request.losses import MAX_FRUITLESS
 from manylora_shared.errors import Code
 from manylora_shared.ids import TenantId
 from manylora_shared.tenancy.policy import TenantQuotas

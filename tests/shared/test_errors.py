@@ -21,7 +21,7 @@ from manylora_shared.errors import (
 STATUSES: dict[Code, set[int]] = {
     Code.CANCELLED: {499},
     Code.UNKNOWN: {500},
-    Code.INVALID_ARGUMENT: {400},
+    Code.INVALID_ARGUMENT: {400, 422},
     Code.DEADLINE_EXCEEDED: {504},
     Code.NOT_FOUND: {404},
     Code.ALREADY_EXISTS: {409},
@@ -43,6 +43,7 @@ TYPES = {
     404: {"not_found_error"},
     408: {"timeout_error"},
     409: {"conflict_error"},
+    422: {"invalid_request_error"},
     429: {"rate_limit_error"},
     499: {"cancelled_error"},
     500: {"server_error"},

@@ -57,9 +57,12 @@ from manylora_router.front.http.api.answers import Door
 from manylora_router.front.http.routes import Routes
 from manylora_router.front.http.server import HttpServer
 from manylora_router.front.intake import Intake
+from manylora_router.front.kept_answers import KeptAnswers
 from manylora_router.front.pace import Pace
+from manylora_router.guard.resume_tokens import ResumeTokens
 from manylora_router.guard.tokens import Tokens
 from manylora_router.history.samples import STEP_S
+from manylora_router.links.answer_owners import AnswerOwners
 from manylora_router.links.callers import Callers
 from manylora_router.links.channels import WorkerChannels
 from manylora_router.links.directory import Directory
@@ -76,6 +79,8 @@ _LOG = logging.getLogger(__name__)
 
 HOUSEKEEPING_S = 300.0
 TRIALS_S = 1.0
+_EMPTY_POLL_S = 0.01
+_HAND_OVER_S = 0.5  # for the callers to hear of it
 FILES_GRACE_S = 900.0  # files are left alone for so long after an upload last wrote or committed them
 
 
@@ -134,6 +139,8 @@ class RouterApp:
             text=text,
             telemetry=telemetry,
             rng=rng,
+            tokens=ResumeTokens(peer_secret.sign),
+            now_unix_s=self._clock.now_unix_s,
         )
         self.intake = self._front_intake()
         self.bounds = Bounds()
@@ -141,13 +148,15 @@ class RouterApp:
         self._others = OtherRouters(router_id=self.router_id, directory=self.directory, transport=transport)
         self._feedback = FeedbackDesk(self.calls, self._others)
         self._entrance = Entrance(self.callers)
-        self._inference = InferenceServicer(self.intake, self.calls, self._feedback, self._entrance)
+        self._lease = LeaseSession(store, ttl_s=config.lease_ttl_s)
+        owners = AnswerOwners(store, self.router_id, lambda: self._lease.lease_id)
+        self.kept = KeptAnswers(owners, rng.getrandbits)
+        self._inference = InferenceServicer(self.intake, self.calls, self._feedback, self._entrance, self.kept)
         self._intake = self._adapter_intake()
         levels = self._service_levels()
         self._status = ClusterStatus(directory=self.directory, transport=peers, levels=levels)
         self.admin = self._admin(levels, peers)
         self._http = HttpServer(Routes(self.door), tls) if config.http_listen else None
-        self._lease = LeaseSession(store, ttl_s=config.lease_ttl_s)
 
     def _front_intake(self) -> Intake:
         return Intake(
@@ -155,7 +164,7 @@ class RouterApp:
             callers=self.callers,
             scheduler=self.scheduler,
             text=self._text,
-            guard=self.calls.guard,
+            calls=self.calls,
             rng=self._rng,
             default_max_tokens=self.config.default_max_tokens,
         )
@@ -301,11 +310,21 @@ class RouterApp:
             self._tasks.append(asyncio.create_task(self._http.failed(), name="http front"))
 
     async def stop(self, grace_s: float | None = None) -> None:
-        """Takes no more requests, lets live ones go on for `grace_s` (None: as configured), then ends everything."""
+        """Refuses new requests, hands over what another router can go on with, lets the rest go on for `grace_s` (None:
+        as configured), then ends everything.
+        """
         grace_s = self.config.drain_s if grace_s is None else grace_s
+        until = asyncio.get_running_loop().time() + grace_s
         if self._server is not None:
             self._server.set_serving(False)
+            self.calls.drain(hands_over=any(name != self.router_id for name in self.directory.routers))
+            await self._empty(until)
+            if self.calls.live:
+                self.calls.drain(hands_over=True)
+                await self._empty(asyncio.get_running_loop().time() + min(grace_s, _HAND_OVER_S))
+            await self.kept.close()
             await self._lease.close()
+            grace_s = max(0.0, until - asyncio.get_running_loop().time())
             await asyncio.gather(self._server.stop(grace_s), *([self._http.stop(grace_s)] if self._http else []))
         await self.calls.reckonings.close()
         self._sources.close()
@@ -320,6 +339,14 @@ class RouterApp:
         for error in ended:
             if error is not None and not isinstance(error, asyncio.CancelledError):
                 raise error
+
+    async def _empty(self, until: float) -> None:
+        """Nothing runs, and the leader was told of its charge; or it is `until`."""
+        calls, scheduler, loop = self.calls, self.scheduler, asyncio.get_running_loop()
+        while loop.time() < until and (  # noqa: ASYNC110
+            calls.live or len(calls.reckonings) or (scheduler.num_unsent and scheduler.is_connected)
+        ):
+            await asyncio.sleep(_EMPTY_POLL_S)
 
     async def told_to_leave(self) -> None:
         await self._leaving.wait()

@@ -14,7 +14,7 @@ from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.errors import FieldViolation, QuotaBreach
 from manylora_shared.sampling import Sampling
 
-from manylora.client.aio import Client, GenerateOptions, GenerateStream
+from manylora.client.aio import Client, GenerateOptions
 from manylora.client.answers import (
     Choice,
     Degraded,
@@ -68,6 +68,8 @@ from manylora.client.cluster import (
 )
 from manylora.client.folder import AdapterFolder
 from manylora.client.retry import DEFAULT_RETRY, RetryBudget, RetryPolicy
+from manylora.client.streams.hedging import HedgePolicy
+from manylora.client.streams.stream import GenerateStream
 from manylora.client.sync import SyncClient, SyncGenerateStream
 
 __all__ = [
@@ -95,6 +97,7 @@ __all__ = [
     "GenerateOptions",
     "GenerateStream",
     "GivenFeedback",
+    "HedgePolicy",
     "KeyInfo",
     "LiftedQuarantine",
     "Models",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -23,12 +22,12 @@ from manylora_shared.metadata import (
     TRACEPARENT_KEY,
 )
 from manylora_shared.sampling import Sampling
-from manylora_shared.transport.base import Stream, Transport, methods_of
+from manylora_shared.transport.base import Transport, methods_of
 from manylora_shared.transport.grpc_transport import GrpcTransport
 
 from manylora.client.adapter_documents import ADD_TIMEOUT_S, AdapterDocuments
-from manylora.client.answers import Collector, Event, RequestFailed, Result
-from manylora.client.caller import DEFAULT_TIMEOUT_S, Caller, deadline_of, left_s_of, printable
+from manylora.client.answers import RequestFailed, Result
+from manylora.client.caller import DEFAULT_TIMEOUT_S, Caller, printable
 from manylora.client.cluster import (
     AdapterInfo,
     ClusterStatus,
@@ -45,7 +44,6 @@ from manylora.client.keys import Keys
 from manylora.client.messages import (
     adapter_from,
     change_from,
-    events_from,
     lifted_from,
     models_from,
     status_from,
@@ -54,6 +52,8 @@ from manylora.client.messages import (
 from manylora.client.prompts import Prompt, refuse, set_chat_options, set_prompt
 from manylora.client.retry import DEFAULT_RETRY, RetryPolicy
 from manylora.client.routers import connect
+from manylora.client.streams.hedging import HedgePolicy, Hedging
+from manylora.client.streams.stream import GenerateStream
 from manylora.v1 import admin_pb2, common_pb2, inference_pb2
 
 DEFAULT_SERVER = "127.0.0.1:7070"
@@ -84,99 +84,8 @@ class GenerateOptions(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
     timeout_s: float | None
     idempotency_key: str
+    keep_s: int
     traceparent: str
-
-
-# idle -> (connecting, maybe several attempts) -> running -> ended. Attempts are repeated only before the first frame.
-class GenerateStream:
-    """The events of one request, in order: one Started, Deltas, one Finished. One reader.
-
-    Use it as an async context manager where it may be left early: leaving cancels the request at the next token.
-    """
-
-    def __init__(
-        self,
-        caller: Caller,
-        request: inference_pb2.GenerateRequest,
-        metadata: Mapping[str, str],
-        timeout_s: float | None,
-    ) -> None:
-        self._caller = caller
-        self._request = request
-        self._metadata = metadata
-        self._deadline = deadline_of(timeout_s)
-        self._stream: Stream | None = None
-        self._collector = Collector()
-        self._told: collections.deque[Event] = collections.deque()  # of the last frame, what was not given out yet
-        self._ended = False
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Event:
-        while not self._ended and not self._told:
-            message = await self._read()
-            if message is None:
-                self._ended = True
-            else:
-                self._told.extend(events_from(message))
-        if not self._told:
-            raise StopAsyncIteration
-        event = self._told.popleft()
-        self._collector.add(event)
-        return event
-
-    async def collect(self) -> Result:
-        async for _ in self:
-            pass
-        return self.result()
-
-    def result(self) -> Result:
-        """Before the end: of the events so far."""
-        return self._collector.result()
-
-    def cancel(self) -> None:
-        """Safe to call again, and after the end."""
-        self._ended = True
-        self._told.clear()
-        if self._stream is not None:
-            self._stream.cancel()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.cancel()
-
-    async def _read(self) -> inference_pb2.GenerateResponse | None:
-        try:
-            message = await (self._stream.read() if self._stream is not None else self._first())
-        except RpcError as error:
-            self._ended = True
-            raise self._caller.failed(error, None if self._collector.is_empty else self.result()) from None
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
-        assert message is None or isinstance(message, inference_pb2.GenerateResponse)
-        return message
-
-    async def _first(self) -> Any:
-        self._caller.check_open()
-        self._caller.budget.on_call()
-        attempt = 1
-        while True:
-            stream = self._caller.stream(
-                _INFERENCE["Generate"], self._request, timeout_s=left_s_of(self._deadline), metadata=self._metadata
-            )
-            self._stream = stream
-            try:
-                return await stream.read()
-            except RpcError as error:
-                if self._ended or not await self._caller.wait_to_repeat(error, attempt, self._deadline):
-                    raise
-            attempt += 1
 
 
 class Tenants:
@@ -307,7 +216,8 @@ class Client:
         key: the API key; None: MANYLORA_KEY's, or the operator's key of the local cluster (`manylora up`) at this
             address; empty: none.
         tenant: of requests where a call names none. Only a gateway's key needs it.
-        retry: see RetryPolicy; None switches it off.
+        retry: see RetryPolicy; None switches it off, and going on with answers.
+        hedge: see HedgePolicy; None: no call is sent twice at once. One with an idempotency key never is.
         tls_ca: the PEM file of who signs the server's certificate, or `system`: whom this machine trusts; None:
             MANYLORA_TLS_CA's, or the local cluster's; empty: plain text. ValueError where it cannot be read.
         transport: the default speaks gRPC.
@@ -320,10 +230,12 @@ class Client:
         key: str | None = None,
         tenant: str = "",
         retry: RetryPolicy | None = DEFAULT_RETRY,
+        hedge: HedgePolicy | None = None,
         tls_ca: str | None = None,
         transport: Transport | None = None,
     ) -> None:
         self.server = server
+        self.hedging = Hedging(hedge) if hedge is not None else None
         self._tenant = tenant
         credentials = find_key(server) if key is None else key
         transport = transport or GrpcTransport(tls=trusting(find_ca(server) if tls_ca is None else tls_ca))
@@ -352,9 +264,10 @@ class Client:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
         idempotency_key: str = "",
+        keep_s: int = 0,
         traceparent: str = "",
     ) -> GenerateStream:
-        """Starts one request when the stream is first read.
+        """Starts one request when the stream is first read. An answer whose router is lost goes on at another one.
 
         Args:
             adapter: its name in the tenant's namespace; empty: the base model.
@@ -365,8 +278,13 @@ class Client:
             add_generation_prompt: whether the template opens the assistant's turn; None: unless the last goes on.
             chat_template_kwargs: further variables of the chat template, such as enable_thinking.
             timeout_s: of the whole request, attempts and queueing included.
+            idempotency_key: another call with it joins this one, or gets its answer again.
+            keep_s: the answer goes on for so long without its caller, and a `cancel` ends it no sooner; 0: it ends.
         """
+        can_go_on = self._caller.retry is not None and self._caller.retry.resume_s > 0
         request = inference_pb2.GenerateRequest(
+            resumable=can_go_on and (sampling is None or sampling.prompt_logprobs is None),
+            keep_s=keep_s,
             max_tokens=max_tokens,
             stop=stop,
             stop_token_ids=stop_token_ids,
@@ -393,7 +311,8 @@ class Client:
             idempotency_key=idempotency_key,
             traceparent=traceparent,
         )
-        return GenerateStream(self._caller, request, metadata, timeout_s)
+        hedging = self.hedging if not idempotency_key else None
+        return GenerateStream(self._caller, request, metadata, timeout_s, hedging)
 
     async def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result:
         """`generate`, read to the end."""

@@ -18,6 +18,7 @@ from manylora_shared.transport.handling import check_size
 from manylora.client.answers import RequestFailed, Result
 from manylora.client.prompts import refuse
 from manylora.client.retry import DEFAULT_RETRY, RetryBudget, RetryPolicy
+from manylora.client.routers import RoutersChannel
 
 DEFAULT_TIMEOUT_S = 30.0  # of calls with one answer; streams have no deadline unless one is given
 _HTTP_SERVER = "http1.x server"  # grpc's words of one
@@ -33,6 +34,10 @@ class Caller:
         self.rng = rng
         self.is_closed = False
 
+    @property
+    def num_servers(self) -> int:
+        return len(self.channel) if isinstance(self.channel, RoutersChannel) else 1
+
     def check_open(self) -> None:
         if self.is_closed:
             raise closed()
@@ -44,12 +49,15 @@ class Caller:
         *,
         timeout_s: float | None,
         metadata: Mapping[str, str] | None = None,
+        elsewhere: bool = False,
     ) -> Stream:
+        """`elsewhere`: at the next router, where there are several."""
+        channel = self.channel
+        if elsewhere and isinstance(channel, RoutersChannel):
+            channel = channel.next
         if request is not None:
             check_size(request)
-        return self.channel.stream(
-            method, request, timeout=timeout_s, metadata={**(metadata or {}), **self._credentials}
-        )
+        return channel.stream(method, request, timeout=timeout_s, metadata={**(metadata or {}), **self._credentials})
 
     async def wait_to_repeat(
         self, error: RpcError, attempt: int, deadline: float | None, *, repeatable: bool = True

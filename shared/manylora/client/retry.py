@@ -17,6 +17,11 @@ class RetryPolicy:
     max_delay_s: float = 5.0
     budget_ratio: float = 0.1
     budget_attempts: float = 10.0
+    resume_s: float = 30.0  # for so long it is tried to go on with an answer whose router was lost; 0: never
+
+    def going_on_s(self, attempt: int, rng: random.Random) -> float:
+        """Before an attempt to go on with an answer; the first, 0, is at once."""
+        return min(1.0, self.base_delay_s * 2 ** (attempt - 1)) * rng.uniform(0.5, 1.0) if attempt else 0.0
 
     def delay_s(self, error: RpcError, attempt: int, rng: random.Random, *, repeatable: bool = True) -> float | None:
         """None: do not try again. `attempt` is the number of the failed one, from 1."""

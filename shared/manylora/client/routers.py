@@ -30,6 +30,14 @@ class RoutersChannel:
         self._channels = channels
         self._current = 0
 
+    def __len__(self) -> int:
+        return len(self._channels)
+
+    @property
+    def next(self) -> Channel:
+        """Of the router that calls would go to behind this one."""
+        return self._channels[(self._current + 1) % len(self._channels)]
+
     async def call(
         self,
         method: Method,

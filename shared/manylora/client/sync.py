@@ -16,7 +16,6 @@ from manylora.client.aio import (
     DEFAULT_SERVER,
     Client,
     GenerateOptions,
-    GenerateStream,
     Progress,
 )
 from manylora.client.answers import Event, Result
@@ -38,6 +37,8 @@ from manylora.client.cluster import (
 )
 from manylora.client.prompts import Prompt
 from manylora.client.retry import DEFAULT_RETRY, RetryPolicy
+from manylora.client.streams.hedging import HedgePolicy
+from manylora.client.streams.stream import GenerateStream
 
 T = TypeVar("T")
 
@@ -292,11 +293,12 @@ class SyncClient:
         key: str | None = None,
         tenant: str = "",
         retry: RetryPolicy | None = DEFAULT_RETRY,
+        hedge: HedgePolicy | None = None,
         tls_ca: str | None = None,
         transport: Transport | None = None,
     ) -> None:
         self._thread = _LoopThread()
-        self._client = self._thread.run(_connect(server, key, tenant, retry, tls_ca, transport))
+        self._client = self._thread.run(_connect(server, key, tenant, retry, hedge, tls_ca, transport))
         self.tenants = SyncTenants(self._thread, self._client)
         self.keys = SyncKeys(self._thread, self._client)
         self.adapters = SyncAdapters(self._thread, self._client)
@@ -345,10 +347,11 @@ async def _connect(
     key: str | None,
     tenant: str,
     retry: RetryPolicy | None,
+    hedge: HedgePolicy | None,
     tls_ca: str | None,
     transport: Transport | None,
 ) -> Client:
-    return Client(server, key=key, tenant=tenant, retry=retry, tls_ca=tls_ca, transport=transport)
+    return Client(server, key=key, tenant=tenant, retry=retry, hedge=hedge, tls_ca=tls_ca, transport=transport)
 
 
 async def _next(stream: GenerateStream) -> Event | None:

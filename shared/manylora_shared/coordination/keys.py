@@ -8,6 +8,8 @@
 # /manylora/tenants/<tenant_id>              TenantPolicy as YAML text
 # /manylora/adapters/<tenant_id>/<name>      AdapterRecord
 # /manylora/keys/<key_id>                    KeyRecord: an API key's hash, never the key
+# /manylora/answers/<tenant_id>/<digest>     AnswerRecord: of an idempotency key, bound to its router's lease
+# /manylora/schedulers/<scheduler_id>        SchedulerMember, leading or not, bound to its own lease
 
 from __future__ import annotations
 
@@ -19,6 +21,8 @@ SCHEDULER_CLOCK = ROOT + "scheduler/clock"
 TENANTS = ROOT + "tenants/"
 ADAPTERS = ROOT + "adapters/"
 API_KEYS = ROOT + "keys/"
+ANSWERS = ROOT + "answers/"
+SCHEDULERS = ROOT + "schedulers/"
 
 
 def worker(worker_id: str) -> str:
@@ -47,3 +51,11 @@ def adapters_of(tenant_id: str) -> str:
 
 def api_key(key_id: str) -> str:
     return API_KEYS + key_id
+
+
+def answer(tenant_id: str, digest: str) -> str:
+    return f"{ANSWERS}{tenant_id}/{digest}"
+
+
+def scheduler(scheduler_id: str) -> str:
+    return SCHEDULERS + scheduler_id

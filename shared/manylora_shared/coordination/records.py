@@ -171,6 +171,24 @@ class SchedulerRecord(_JsonRecord):
 
 
 @dataclass(frozen=True)
+class SchedulerMember(SchedulerRecord):
+    @property
+    def key(self) -> str:
+        return keys.scheduler(self.scheduler_id)
+
+
+@dataclass(frozen=True)
+class AnswerRecord(_JsonRecord):
+    tenant_id: str
+    digest: str  # of the idempotency key
+    router_id: str
+
+    @property
+    def key(self) -> str:
+        return keys.answer(self.tenant_id, self.digest)
+
+
+@dataclass(frozen=True)
 class AdapterRecord(_JsonRecord):
     """A name's line of versions, of which the first fields are the one in force: a record of one version has no others.
     A version's files stand in the adapter store under `objects/<uid>/`.

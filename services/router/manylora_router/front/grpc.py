@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
@@ -15,6 +16,7 @@ from manylora_shared.metadata import (
     ADAPTER_KEY,
     CLASS_KEY,
     CONVERSATION_KEY,
+    HEDGE_KEY,
     IDEMPOTENCY_KEY,
     PRIORITY_KEY,
     TENANT_KEY,
@@ -28,14 +30,17 @@ from manylora_shared.transport.base import Gate, ServerCall, Service
 from manylora_router.front.feedback import FeedbackDesk
 from manylora_router.front.generation import generate
 from manylora_router.front.intake import Intake
+from manylora_router.front.kept_answers import KeptAnswers
 from manylora_router.guard import admission
 from manylora_router.guard.admission import (
     MAX_CHAT_MESSAGES,
+    MAX_CHOICES,
     MAX_TEMPLATE_KWARGS_BYTES,
     TEMPLATE_KWARGS,
     ChatPrompt,
     Prompt,
     RequestInput,
+    Resume,
     TextPrompt,
     TokenPrompt,
 )
@@ -45,11 +50,14 @@ from manylora_router.request.frames import ChoiceEnd, Degraded, Finished, Frame
 
 
 class InferenceServicer:
-    def __init__(self, intake: Intake, calls: Calls, feedback: FeedbackDesk, entrance: Entrance) -> None:
+    def __init__(
+        self, intake: Intake, calls: Calls, feedback: FeedbackDesk, entrance: Entrance, kept: KeptAnswers
+    ) -> None:
         self._entrance = entrance
         self._intake = intake
         self._calls = calls
         self._feedback = feedback
+        self._kept = kept
 
     def service(self, gate: Gate) -> Service:
         descriptor = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
@@ -83,7 +91,7 @@ class InferenceServicer:
         self, request: inference_pb2.GenerateRequest, call: ServerCall
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         plain = read_request(request, call.metadata, call.time_remaining())
-        async with aclosing(generate(plain, intake=self._intake, calls=self._calls)) as frames:
+        async with aclosing(generate(plain, intake=self._intake, calls=self._calls, kept=self._kept)) as frames:
             async for frame in frames:
                 yield message_of(frame)
 
@@ -107,6 +115,11 @@ def read_request(
         request_class=metadata.get(CLASS_KEY, ""),
         priority=metadata.get(PRIORITY_KEY, ""),
         idempotency_key=metadata.get(IDEMPOTENCY_KEY, ""),
+        fingerprint=_fingerprint(request, metadata) if IDEMPOTENCY_KEY in metadata else b"",
+        is_resumable=request.resumable,
+        keep_s=request.keep_s,
+        resume=_read_resume(request.resume) if request.HasField("resume") else None,
+        is_hedge=HEDGE_KEY in metadata,
         ignore_eos=request.ignore_eos,
         authorization=metadata.get(AUTHORIZATION_KEY, ""),
         tenant=metadata.get(TENANT_KEY, ""),
@@ -116,6 +129,24 @@ def read_request(
         traceparent=metadata.get(TRACEPARENT_KEY),
         time_remaining_s=time_remaining_s,
     )
+
+
+def _fingerprint(request: inference_pb2.GenerateRequest, metadata: Mapping[str, str]) -> bytes:
+    asked = inference_pb2.GenerateRequest()
+    asked.CopyFrom(request)
+    for name in ("resumable", "keep_s", "resume"):
+        asked.ClearField(name)
+    digest = hashlib.sha256(asked.SerializeToString(deterministic=True))
+    for key in (ADAPTER_KEY, CLASS_KEY):
+        digest.update(f"\0{metadata.get(key, '')}".encode())
+    return digest.digest()
+
+
+def _read_resume(resume: inference_pb2.Resume) -> Resume:
+    emitted = [
+        (list(each.token_ids), each.text_characters) for each in itertools.islice(resume.emitted, MAX_CHOICES + 1)
+    ]
+    return Resume(resume.token, resume.next_frame, emitted)
 
 
 def _read_prompt(request: inference_pb2.GenerateRequest) -> Prompt | None:
@@ -171,6 +202,7 @@ def message_of(frame: Frame) -> inference_pb2.GenerateResponse:
         told.adapter_version = started.adapter_version
         told.seed = started.seed
         told.prompt_tokens = len(started.prompt_token_ids)
+        told.resume_token = started.resume_token
         if started.degraded is not None:
             told.degraded.CopyFrom(_degraded(started.degraded))
     message.prompt_logprobs.extend(frame.prompt_logprobs)

@@ -13,7 +13,14 @@ from typing import Any
 
 from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.coordination.records import AdapterRecord
-from manylora_shared.errors import InvalidRequest, Overloaded, PermissionDenied, ServiceUnavailable, Unready
+from manylora_shared.errors import (
+    InvalidRequest,
+    Overloaded,
+    PermissionDenied,
+    QuotaExceeded,
+    ServiceUnavailable,
+    Unready,
+)
 from manylora_shared.ids import QosClass, TenantId
 from manylora_shared.sampling import Sampling, barred_too_much
 from manylora_shared.telemetry import Attribute
@@ -23,7 +30,7 @@ from manylora_shared.tenancy.policy import TenantPolicy
 from manylora_shared.wire import QOS_NUMBERS
 
 from manylora_router.front.loop_turns import Flow, LoopTurns, PoolTurns
-from manylora_router.guard import admission
+from manylora_router.guard import admission, resume_tokens
 from manylora_router.guard.admission import (
     Adapter,
     ChatPrompt,
@@ -33,11 +40,13 @@ from manylora_router.guard.admission import (
     TextPrompt,
     TokenPrompt,
 )
-from manylora_router.guard.permits import Guard, Permit
+from manylora_router.guard.permits import Permit
+from manylora_router.guard.resume_tokens import Begun
 from manylora_router.links.callers import Callers
 from manylora_router.links.directory import Directory, Model
 from manylora_router.links.scheduler_client import SchedulerClient
-from manylora_router.request.call import Call
+from manylora_router.request.call import Call, Calls
+from manylora_router.request.frames import Degraded
 from manylora_router.request.job import Job
 from manylora_router.text.constraints import NUM_THREADS, ConstraintCheck
 from manylora_router.text.service import TextService
@@ -64,7 +73,7 @@ class Intake:
         callers: Callers,
         scheduler: SchedulerClient,
         text: TextService,
-        guard: Guard,
+        calls: Calls,
         rng: random.Random,
         default_max_tokens: int,
     ) -> None:
@@ -72,7 +81,8 @@ class Intake:
         self._callers = callers
         self._scheduler = scheduler
         self._text = text
-        self._guard = guard
+        self._calls = calls
+        self._guard = calls.guard
         self._rng = rng
         self._default_max_tokens = default_max_tokens
         self._turns = LoopTurns()
@@ -158,15 +168,21 @@ class Intake:
 
     def unready(self) -> str:
         """Why no request would be taken; empty: one would be."""
+        if self._calls.is_draining:
+            return "this router is stopping"
         if self._directory.model is None:
             return "no worker has joined the cluster yet"
         return "" if self._scheduler.is_connected else "the scheduler is not reached"
 
     async def admit(self, request: RequestInput, tenant: str, call: Call) -> tuple[Job, Permit]:
         """`tenant`: what `tenant_of` gave. Raises Rejected, or ServiceUnavailable while there is no model."""
+        begun = self.begun(request, tenant)
+        if begun is not None:
+            request = resume_tokens.go_on(request, begun)
         policy, adapter = self._admit_caller(tenant, request, call.request_id)
         call.adapter = adapter
-        self._check_overload(policy.tenant_id, request, call.request_id)
+        if begun is None:
+            self._check_overload(policy.tenant_id, request, call.request_id)
         if adapter is not None:
             call.span.set(Attribute.ADAPTER_VERSION, adapter.digest)
             call.span.set(Attribute.ADAPTER_NUMBER, adapter.version)
@@ -191,6 +207,7 @@ class Intake:
             constraint = request.constraint_after(admitted.prompt_token_ids)
             await self._check_constraint(request, constraint, tenant)
         call.span.set(Attribute.MAX_TOKENS, admitted.max_tokens)
+        may_stream = policy.security.can_stream
         job = Job(
             request_id=call.request_id,
             tenant_id=policy.tenant_id,
@@ -209,11 +226,35 @@ class Intake:
             received_at=call.received_at,
             deadline=_deadline(request, call.received_at),
             traceparent=call.span.traceparent,
-            can_stream=policy.security.can_stream,
+            can_stream=may_stream,
+            is_resumable=request.is_resumable and may_stream,
+            is_hedge=request.is_hedge,
         )
+        if begun is not None:
+            job = self._taken_over(job, request, begun, policy, model)
         digest = adapter.digest if adapter is not None else None
         now = asyncio.get_running_loop().time()
         return job, self._guard.admit(job.tenant_id, digest, job.prompt_token_ids, now)
+
+    def begun(self, request: RequestInput, tenant: str) -> Begun | None:
+        """What the request goes on with; None: it is a new one. Raises InvalidRequest."""
+        if request.resume is None:
+            return None
+        return self._calls.tokens.open(request.resume.token, tenant, self._calls.now_unix_s())
+
+    def _can_go_on(self, policy: TenantPolicy) -> bool:
+        now = asyncio.get_running_loop().time()
+        return self._calls.resumes.take(policy.tenant_id, policy.quotas, now)
+
+    def _taken_over(self, job: Job, request: RequestInput, begun: Begun, policy: TenantPolicy, model: Model) -> Job:
+        """Raises InvalidRequest, or QuotaExceeded."""
+        delivered = resume_tokens.check(request, begun, job.prompt_token_ids, model.limits.vocab_size)
+        if not self._can_go_on(policy):
+            raise QuotaExceeded("quotas.resumes_per_s: no more answers are gone on with for now", retry_after_s=1.0)
+        degraded = None
+        if begun.asked_max_tokens != begun.max_tokens:
+            degraded = Degraded(begun.max_tokens, begun.asked_max_tokens, begun.overload_level)
+        return replace(job, delivered=delivered, degraded=degraded)
 
     def _admit_caller(self, tenant: str, request: RequestInput, request_id: str) -> tuple[TenantPolicy, Adapter | None]:
         directory, sticky = self._directory, StickyKeys(request_id, request.conversation, request.user)

@@ -32,6 +32,7 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_PROMPT_LOGPROBS = 1 << 17  # told of one prompt: its tokens' and the alternatives'
 MAX_PRIORITY = 100
 MAX_IDEMPOTENCY_KEY_CHARS = 128
+MAX_KEEP_S = 60
 MAX_CHAT_MESSAGES = 4096
 BYTES_PER_CONTEXT_TOKEN = 16  # longer text is refused unread; tokens of real text are shorter
 MAX_TEXT_BYTES = 1 << 20
@@ -94,6 +95,23 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
 @dataclass(frozen=True)
+class Delivered:
+    """What a caller has of an answer that another router began."""
+
+    next_frame: int
+    choices: Sequence[tuple[Sequence[int], int]]  # tokens, and characters of text
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What a caller that lost its answer shows; `emitted` is empty where only who has the answer is to tell it."""
+
+    token: str
+    next_frame: int
+    emitted: Sequence[tuple[Sequence[int], int]]
+
+
+@dataclass(frozen=True)
 class RequestInput:
     """As a front read it: 0 and "" mean absent, and nothing has been checked."""
 
@@ -119,6 +137,11 @@ class RequestInput:
     traceparent: str | None = None
     time_remaining_s: float | None = None  # until the caller's deadline
     request_id: str = ""  # 32 hexadecimal digits that the front drew; empty: it draws none
+    fingerprint: bytes = b""  # of all that was asked, where an idempotency key stands beside it
+    is_resumable: bool = False
+    keep_s: int = 0  # that the answer outlives its caller's connection
+    resume: Resume | None = None  # it goes on with an answer
+    is_hedge: bool = False
     candidate: Adapter | None = None  # in place of `adapter`: what no front can name, the quality gate's alone
 
     @property
@@ -399,6 +422,8 @@ def _check_metadata(request: RequestInput, found: list[FieldViolation]) -> None:
     if request.request_class and request.request_class not in classes:
         message = f"{shown(request.request_class)} is not one of {', '.join(classes)}"
         found.append(FieldViolation(CLASS_KEY, message))
+    if request.keep_s > MAX_KEEP_S:
+        found.append(FieldViolation("keep_s", f"must be at most {MAX_KEEP_S}, not {request.keep_s}"))
     digits = request.priority.removeprefix("-")
     if request.priority and not (
         digits.isascii() and digits.isdigit() and len(digits) <= 3 and abs(int(digits)) <= MAX_PRIORITY

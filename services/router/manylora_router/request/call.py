@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
 from manylora.v1 import common_pb2
 from manylora_shared.constraints.constraint import ConstraintKind
-from manylora_shared.errors import Cancelled, CircuitOpen, InternalError, ManyloraError, WorkerLost
+from manylora_shared.errors import Cancelled, CircuitOpen, Draining, InternalError, ManyloraError, WorkerLost
 from manylora_shared.ids import TenantId
 from manylora_shared.telemetry import Attribute, Attributes, Span, SpanName, Telemetry, request_attributes
 from manylora_shared.telemetry.logs import fields
@@ -26,6 +26,7 @@ from manylora_router.guard.admission import Adapter, ChatPrompt, RequestInput
 from manylora_router.guard.circuits import Change
 from manylora_router.guard.feedback import Answer, Feedback
 from manylora_router.guard.permits import Fault, Guard, Permit
+from manylora_router.guard.resume_tokens import VALID_S, Begun, ResumeTokens, digest_of
 from manylora_router.guard.resumes import Resumes
 from manylora_router.guard.trials import Outcome, Trials
 from manylora_router.history.lives import Life
@@ -35,7 +36,7 @@ from manylora_router.links.directory import Directory
 from manylora_router.links.scheduler_client import SchedulerClient
 from manylora_router.metrics import COMPLETED, EndedRequest, RouterMetrics
 from manylora_router.request.execution import Execution
-from manylora_router.request.frames import Frame
+from manylora_router.request.frames import Frame, Started
 from manylora_router.request.job import Job
 from manylora_router.request.reckoning import Reckonings
 from manylora_router.request.record import Record, tokens_in
@@ -56,6 +57,7 @@ class CallCounters:
     failed: int = 0
     cancelled: int = 0
     resumed: int = 0  # how often another worker went on with an answer
+    handed_over: int = 0  # whose callers were told to go on at another router
 
 
 class Calls:
@@ -70,8 +72,14 @@ class Calls:
         text: TextService,
         telemetry: Telemetry,
         rng: random.Random,
+        tokens: ResumeTokens,
+        now_unix_s: Callable[[], float],
     ) -> None:
         self.counters = CallCounters()
+        self.tokens = tokens
+        self.now_unix_s = now_unix_s
+        self.is_draining = False
+        self.hands_over = False
         self.live: dict[str, Call] = {}  # by request id, oldest first
         self.slo = SloTracker()
         self.metrics = RouterMetrics(telemetry)
@@ -98,6 +106,13 @@ class Calls:
         for record in records:
             record.look()
         return [record.life for record in records]
+
+    def drain(self, *, hands_over: bool) -> None:
+        """No more are taken. `hands_over`: those leave whose callers can go on elsewhere."""
+        self.is_draining, self.hands_over = True, hands_over
+        if hands_over:
+            for call in self.live.values():
+                call.interrupt()
 
     def open(self, request: RequestInput, tenant: str) -> Call:
         """`tenant` is empty where the caller may ask in nobody's name."""
@@ -141,6 +156,7 @@ class Call:
         self._permit: Permit | None = None
         self._execution: Execution | None = None
         self._held: list[Frame] = []
+        self._limit: asyncio.Timeout | None = None  # of what a resumable one waits for
         self.record: Record | None = None  # of a tenant that is known
 
     def __enter__(self) -> Self:
@@ -159,6 +175,8 @@ class Call:
         self._count(error)
         execution = self._execution
         if execution is not None:
+            if execution.job.is_hedge and not execution.has_told and self._may_forgive(execution.job):
+                execution.forgive()
             execution.close()
             self._calls.counters.resumed += len(execution.pauses_s)
             self._describe(execution)
@@ -171,7 +189,10 @@ class Call:
             now, is_rejected = asyncio.get_running_loop().time(), self._is_rejected(error)
             self.record.ended(outcome, now, is_completed=error is None, is_rejected=is_rejected)
         self._measure(outcome, is_rejected=self._is_rejected(error))
-        self._account(error if error is None or isinstance(error, Exception) else Cancelled("the caller went away"))
+        if error is None or (isinstance(error, Exception) and not isinstance(error, Draining)):
+            self._account(error)
+        else:
+            self._account(Cancelled("the caller went away"))
         self.span.end()
 
     def admission(self) -> Span:
@@ -203,6 +224,8 @@ class Call:
             if self._permit is not None:
                 self._watch(self._permit, execution)
             self._time(frames, execution)
+            if frames and frames[0].started is not None and execution.job.is_resumable:
+                frames[0].started = self._with_token(frames[0].started, execution.job)
             if not execution.job.can_stream:
                 self._held += frames
                 frames = self._held if execution.ended else []
@@ -215,11 +238,46 @@ class Call:
     async def _advance(self, execution: Execution) -> list[Frame]:
         """What nobody foresaw ends this one request, with its outcome."""
         try:
-            return await execution.advance()
+            if not execution.job.is_resumable:
+                return await execution.advance()
+            return await self._advance_or_move(execution)
         except Exception:
             more = fields(request=self.request_id, traceparent=self.span.traceparent)
             _LOG.exception("what nobody foresaw ends a request", extra=more)
             return execution.fail(InternalError("internal error"))
+
+    async def _advance_or_move(self, execution: Execution) -> list[Frame]:
+        if not self._calls.hands_over:
+            try:
+                async with asyncio.timeout(None) as self._limit:
+                    return await execution.advance()
+            except TimeoutError:
+                if not self._calls.hands_over:
+                    raise
+            finally:
+                self._limit = None
+        return execution.hand_over(draining())
+
+    def interrupt(self) -> None:
+        """Once this router hands over."""
+        if self._limit is not None:
+            self._limit.reschedule(asyncio.get_running_loop().time())
+
+    def _with_token(self, started: Started, job: Job) -> Started:
+        degraded = job.degraded
+        begun = Begun(
+            request_id=job.request_id,
+            tenant_id=job.tenant_id,
+            prompt=digest_of(job.prompt_token_ids),
+            adapter=started.adapter,
+            seed=started.seed,
+            n=job.n,
+            max_tokens=job.max_tokens,
+            asked_max_tokens=degraded.asked_max_tokens if degraded is not None else job.max_tokens,
+            overload_level=degraded.overload_level if degraded is not None else 0,
+            expires_unix_s=self._calls.now_unix_s() + VALID_S,
+        )
+        return replace(started, resume_token=self._calls.tokens.seal(begun))
 
     def _watch(self, permit: Permit, execution: Execution) -> None:
         guard = self._calls.guard
@@ -247,6 +305,11 @@ class Call:
         again.has_answered = permit.has_answered
         self._permit = again
 
+    def _may_forgive(self, job: Job) -> bool:
+        """Work in vain is the service's cost, and bounded as that of answers that are gone on with."""
+        policy, now = self._calls.directory.policy_of(job.tenant_id), asyncio.get_running_loop().time()
+        return self._calls.resumes.take(job.tenant_id, policy.quotas if policy else TenantQuotas(), now)
+
     def _time(self, frames: Sequence[Frame], execution: Execution) -> None:
         now = asyncio.get_running_loop().time()
         if self.record is not None:
@@ -269,6 +332,9 @@ class Call:
         if error is None:
             counters.completed += 1
             self.span.ok()
+        elif isinstance(error, Draining) and self._execution is not None:
+            counters.handed_over += 1
+            self.span.fail_with(error)
         elif not isinstance(error, Exception):  # cancelled, or nobody reads on
             counters.cancelled += 1
             self.span.fail_with(asyncio.CancelledError())
@@ -398,6 +464,10 @@ class Call:
             Attribute.GENAI_OUTPUT_TOKENS: execution.completion_tokens,
             Attribute.GENAI_CACHED_TOKENS: execution.cached_prompt_tokens,
         }
+
+
+def draining() -> Draining:
+    return Draining("this router is stopping: ask another one", retry_after_s=0.1)
 
 
 def _outcome_of(error: BaseException | None) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from manylora.v1 import common_pb2, worker_pb2
-from manylora_shared.errors import InternalError
+from manylora_shared.errors import InternalError, InvalidRequest
 
 from manylora_router.request.frames import ChoiceEnd, Delta, Frame
 from manylora_router.text.choice_text import ChoiceText
@@ -19,6 +19,8 @@ class _Choice:
     text: ChoiceText
     token_ids: list[int] = field(default_factory=list)
     end: ChoiceEnd | None = None
+    late: str = ""  # of tokens that the caller has
+    known: int = 0  # characters that the caller has, and that come yet
 
 
 @dataclass(slots=True)
@@ -61,6 +63,32 @@ class Choices:
             return []
         return [tuple(choice.token_ids) if choice.end is None else None for choice in self._choices]
 
+    def go_on(self, delivered: Sequence[tuple[Sequence[int], int]], max_tokens: int) -> None:
+        """Begins behind what the caller has of each choice: tokens, and characters. Raises InvalidRequest."""
+        for index, (choice, (token_ids, characters)) in enumerate(zip(self._choices, delivered, strict=True)):
+            pushed = choice.text.push(token_ids)
+            if pushed.num_tokens < len(token_ids):
+                raise InvalidRequest.of(f"resume.emitted[{index}].token_ids", "go on behind a stop string")
+            choice.token_ids += token_ids
+            self.num_tokens += len(token_ids)
+            text, stop_string = pushed.text, pushed.stop_string
+            if stop_string is None and len(token_ids) >= max_tokens:
+                choice.end = ChoiceEnd(index, common_pb2.FINISH_REASON_LENGTH)
+                rest = choice.text.finish()
+                text, stop_string = text + rest.text, rest.stop_string
+            if stop_string is not None:
+                choice.end = ChoiceEnd(index, common_pb2.FINISH_REASON_STOP, stop_string=stop_string)
+            choice.late, choice.known = text[characters:], max(0, characters - len(text))
+
+    def late(self) -> list[Frame]:
+        """What the caller lacks of choices that had ended before."""
+        deltas: list[Frame] = []
+        for index, choice in enumerate(self._choices):
+            if choice.end is not None and choice.late:
+                deltas.append(Frame(delta=Delta(index, len(choice.token_ids), (), choice.late)))
+                choice.late = ""
+        return deltas
+
     def take(self, chunk: worker_pb2.TokenChunk) -> Taken:
         """Raises InternalError where tokens are missing, or are of no choice."""
         taken = Taken([], [])
@@ -84,7 +112,7 @@ class Choices:
         """The held back text of choices without an end; called once."""
         deltas: list[Frame] = []
         for index, choice in enumerate(self._choices):
-            text = choice.text.finish().text if choice.end is None else ""
+            text = _lacking(choice, choice.text.finish().text) if choice.end is None else ""
             if text:
                 deltas.append(Frame(delta=Delta(index, len(choice.token_ids), (), text)))
         return deltas
@@ -116,9 +144,19 @@ class Choices:
             choice.end = ChoiceEnd(index, finish_reason, stop_string=stop_string, stop_token_id=stop_token_id)
         if num_tokens < len(token_ids):
             token_ids = token_ids[:num_tokens]
+        if choice.late or choice.known:
+            text = _lacking(choice, text)
         if not num_tokens and not text:
             return
         delta = Delta(index, len(choice.token_ids), token_ids, text, tokens.logprobs[:num_tokens])
         choice.token_ids += token_ids
         self.num_tokens += num_tokens
         taken.deltas.append(Frame(delta=delta))
+
+
+def _lacking(choice: _Choice, text: str) -> str:
+    """What the caller has not got of it."""
+    told = (choice.late + text)[choice.known :]
+    choice.known = max(0, choice.known - len(choice.late + text))
+    choice.late = ""
+    return told

@@ -32,6 +32,7 @@ from manylora_shared.errors import (
 from manylora_shared.telemetry import Attribute, SpanName, Telemetry
 from manylora_shared.telemetry.logs import fields
 
+from manylora_router.guard.admission import Delivered
 from manylora_router.guard.permits import Fault
 from manylora_router.links.channels import WorkerChannels
 from manylora_router.links.scheduler_client import SchedulerClient
@@ -40,6 +41,7 @@ from manylora_router.request.choices import Choices
 from manylora_router.request.deadline import Deadline, deadline_exceeded
 from manylora_router.request.frames import Finished, Frame, Started
 from manylora_router.request.job import Job
+from manylora_router.request.losses import Losses
 from manylora_router.request.reckoning import Reckonings
 from manylora_router.request.token_lease import TokenLease
 from manylora_router.request.worker_stream import NOT_REACHED, WorkerStream
@@ -47,22 +49,10 @@ from manylora_router.text.detokenizer import Detokenizer
 
 _LOG = logging.getLogger(__name__)
 MAX_ATTEMPTS = 5  # on workers that it does not reach
-MAX_LOSSES = 4  # of workers that ran it
-MAX_FRUITLESS = 5  # workers in a row that gave it up before they drew a token
 _MIN_RETRY_S = 0.02
 _MAX_RETRY_S = 0.5
 _FOUND = {worker_pb2.ADAPTER_TIER_DEVICE: "device", worker_pb2.ADAPTER_TIER_HOST: "host"}
 _FIGURES_TIMEOUT_S = 1.0  # after the last stop string, for the worker's end: a round trip and the rest of a step
-
-
-@dataclass
-class _Resumed:
-    losses: int = 0
-    fruitless: int = 0
-    num_tokens: int = 0  # over all choices, when it was resumed last
-    since: float | None = None  # it has not gone on
-    pauses_s: list[float] = field(default_factory=list)
-    why: str = ""
 
 
 @dataclass
@@ -107,7 +97,7 @@ class Execution:
         self._num_scored = 0  # of the prompt's tokens
         self._num_scored_again = 0  # that the worker will tell once more
         self._has_started = False
-        self._resumed = _Resumed()
+        self._losses = Losses()
         self._untold: list[Frame] = []  # each thing in a frame of its own, without a number
         self._lease = TokenLease(job, self._choices, scheduler)
         self._grant: Grant | None = None
@@ -119,6 +109,8 @@ class Execution:
         self.started_at: float | None = None
         self.adapter_found = ""  # where its adapter's weights were when the worker had it: device, host, store
         self._is_worker_gone = False
+        if job.delivered is not None:
+            self._take_over(job.delivered)
 
     @property
     def fault(self) -> Fault:
@@ -159,7 +151,7 @@ class Execution:
     @property
     def pauses_s(self) -> Sequence[float]:
         """Of each time that another worker went on, until its first token."""
-        return self._resumed.pauses_s
+        return self._losses.pauses_s
 
     @property
     def adapter_wait_ms(self) -> float:
@@ -210,6 +202,24 @@ class Execution:
             self._end(error)
         return self._take_frames()
 
+    def hand_over(self, error: ManyloraError) -> list[Frame]:
+        """Ends it here for its caller to go on elsewhere behind these frames. They have no Finished, and what is behind
+        them is not charged.
+        """
+        self.error = error
+        self.outcome = common_pb2.OUTCOME_CANCELLED
+        self._lease.hand_over()
+        self._end(error)
+        return self._take_frames()
+
+    @property
+    def has_told(self) -> bool:
+        return self._next_frame > 0
+
+    def forgive(self) -> None:
+        """It is charged nothing: nothing of it was handed out, and nobody wants it any more."""
+        self._lease.forgive()
+
     def close(self) -> None:
         """Idempotent."""
         if self.ended:
@@ -217,9 +227,22 @@ class Execution:
         self.outcome = common_pb2.OUTCOME_CANCELLED
         self._end(Cancelled(""))
 
+    def _take_over(self, delivered: Delivered) -> None:
+        """Raises InvalidRequest."""
+        self._choices.go_on(delivered.choices, self.job.max_tokens)
+        self._next_frame = delivered.next_frame
+        self._lease.taken_over()
+        self.job = self.job.resumed(self._choices.emitted())
+        now = asyncio.get_running_loop().time()
+        self._losses.pause("its router was lost", self.completion_tokens, now)
+
     async def _next(self) -> list[Frame]:
         try:
             if self._stream is None:
+                if self._choices.have_ended:  # another router's caller lacks the end alone
+                    self._lease.begin()
+                    self._losses.go_on(asyncio.get_running_loop().time())
+                    return [*self._begin(), *self._finish(common_pb2.OUTCOME_COMPLETED)]
                 return self._on_message(await self._start())
             if self._choices.are_cut_short:
                 await self._hear_figures(self._stream)
@@ -234,11 +257,8 @@ class Execution:
             return []
 
     def _resume(self, stream: WorkerStream, lost: WorkerLost) -> None:
-        resumed, is_lost = self._resumed, stream.is_worker_gone
-        resumed.losses += is_lost
-        resumed.fruitless = 0 if self.completion_tokens > resumed.num_tokens else resumed.fruitless + 1
-        if resumed.losses > MAX_LOSSES or resumed.fruitless > MAX_FRUITLESS:
-            raise lost
+        is_lost = stream.is_worker_gone
+        self._losses.add(lost, is_lost=is_lost, num_tokens=self.completion_tokens)
         self._let_resume(lost, is_lost)
         more = fields(
             request=self.job.request_id,
@@ -254,9 +274,7 @@ class Execution:
         self._num_scored_again = self._num_scored
         self._lease.resumed()
         self.job = self.job.resumed(self._choices.emitted())
-        resumed.num_tokens, resumed.why = self.completion_tokens, lost.message
-        if resumed.since is None:
-            resumed.since = asyncio.get_running_loop().time()
+        self._losses.pause(lost.message, self.completion_tokens, asyncio.get_running_loop().time())
 
     # Waiting and starting
 
@@ -320,7 +338,7 @@ class Execution:
                 raise
             except ManyloraError as e:
                 if job.is_resumed:
-                    message = f"{self._resumed.why}; no other worker goes on with it: {e.message}"
+                    message = f"{self._losses.why}; no other worker goes on with it: {e.message}"
                     raise WorkerLost(message, retry_after_s=1.0) from e
                 self._is_queued = False  # refused: a status alone
                 raise
@@ -365,11 +383,14 @@ class Execution:
                 self._has_started = True
                 if self.job.adapter is not None:
                     self.adapter_found = _FOUND.get(message.started.adapter, "store")
-                return [Frame(started=self._started())]
+                return self._begin()
             case "finished":
                 return self._on_finished(message.finished)
             case _:
                 raise InternalError("a frame of the worker has no event that this router knows")
+
+    def _begin(self) -> list[Frame]:
+        return [Frame(started=self._started()), *self._choices.late()]
 
     def _started(self) -> Started:
         job = self.job
@@ -381,7 +402,7 @@ class Execution:
             seed=job.sampling.seed,
             prompt_token_ids=job.prompt_token_ids,
             degraded=job.degraded,
-            levels=self._scheduler.lease(job.request_id).levels,
+            levels=self._scheduler.lease(job.request_id).levels if self._is_queued else (),
         )
 
     def _on_tokens(self, chunk: worker_pb2.TokenChunk) -> list[Frame]:
@@ -392,9 +413,8 @@ class Execution:
             if told := chunk.prompt_logprobs[again:]:
                 self._num_scored += len(told)
                 scored.append(Frame(prompt_logprobs=told))
-        if chunk.choices and self._resumed.since is not None:
-            self._resumed.pauses_s.append(asyncio.get_running_loop().time() - self._resumed.since)
-            self._resumed.since = None
+        if chunk.choices:
+            self._losses.go_on(asyncio.get_running_loop().time())
         if chunk.choices and self._num_scored < self.job.num_scored:
             raise InternalError(f"the worker told {self._num_scored} of the prompt's {self.job.num_scored} positions")
         taken = self._choices.take(chunk)
@@ -447,7 +467,7 @@ class Execution:
                 prompt_tokens=self._lease.used_prompt_tokens,
                 completion_tokens=self.completion_tokens,
                 cached_prompt_tokens=self._lease.cached_prompt_tokens,
-                resumed=len(self._resumed.pauses_s),
+                resumed=len(self._losses.pauses_s),
             ),
             timings=common_pb2.Timings(
                 queue_ms=measured.queue_ms,

@@ -25,6 +25,7 @@ class Started:
     prompt_token_ids: Sequence[int]
     degraded: Degraded | None
     levels: Sequence[QuotaLevel] = ()  # of the tenant's quotas, behind this request
+    resume_token: str = ""
 
 
 @dataclass(slots=True)

@@ -34,6 +34,8 @@ class TokenLease:
         self._least_output_tokens = 0
         self._num_emitted = 0  # of earlier workers
         self._num_cached = 0  # of the prompt, on the worker that had most
+        self._num_paid: int | None = None  # output that another router charged, with the prompt
+        self._is_handed_over = self._is_forgiven = False
         self._rest: worker_pb2.ExecuteResponse | None = None  # of the last message, what the lease did not cover
         self.was_held_up = False  # the stream waited for its lease, and so did not read from the worker
 
@@ -47,6 +49,19 @@ class TokenLease:
         self._least_output_tokens = 0
         self._num_emitted = self._choices.num_tokens
 
+    def taken_over(self) -> None:
+        """From another router, which has charged prompt and tokens."""
+        self._num_paid = self._choices.num_tokens
+        self.resumed()
+
+    def hand_over(self) -> None:
+        """To another router, which makes again what was drawn and is not here."""
+        self._is_handed_over = True
+
+    def forgive(self) -> None:
+        """Nothing of it was handed out, and nothing is charged."""
+        self._is_forgiven = True
+
     def ended(self, word: worker_pb2.ExecuteFinished) -> None:
         """The worker's last word of a request that is charged what was handed out."""
         self._word = word
@@ -55,6 +70,8 @@ class TokenLease:
     def cut_short(self, word: worker_pb2.ExecuteFinished) -> None:
         """As `ended`, of one that is charged what was computed, read or not."""
         self.ended(word)
+        if self._is_handed_over:
+            return
         self._least_output_tokens = self._num_emitted + word.output_tokens
 
     @property
@@ -80,7 +97,9 @@ class TokenLease:
         """Cached tokens of the prompt are not charged. Idempotent."""
         prompt_tokens = self.used_prompt_tokens - self.cached_prompt_tokens
         output_tokens = max(self._choices.num_tokens, self._least_output_tokens)
-        self._scheduler.settle(self._request_id, prompt_tokens + output_tokens)
+        if self._num_paid is not None:
+            prompt_tokens, output_tokens = 0, output_tokens - self._num_paid
+        self._scheduler.settle(self._request_id, 0 if self._is_forgiven else prompt_tokens + output_tokens)
 
     async def cover(
         self, read: Callable[[], Awaitable[worker_pb2.ExecuteResponse]], most_tokens: int

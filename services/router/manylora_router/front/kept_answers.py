@@ -1,0 +1,302 @@
+"""Answers that outlive their callers' connections: for who comes again with a resume token or an idempotency key.
+
+    running --its end--> replayed for REPLAY_S, where it has a key and completed --> gone
+       `--nobody reads for `keep_s`--> cancelled --> gone
+
+Each runs in a task of its own and is kept from its first frame on, within its tenant's bound. Past that bound frames
+that were read are dropped: the answer then waits for its slowest reader, and ends with its last one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+
+from manylora_shared.errors import (
+    AnsweredElsewhere,
+    Cancelled,
+    InternalError,
+    KeyReused,
+    ManyloraError,
+    NotFound,
+    Overloaded,
+)
+
+from manylora_router.guard.admission import RequestInput
+from manylora_router.links.answer_owners import AnswerOwners
+from manylora_router.request.frames import Frame
+
+_LOG = logging.getLogger(__name__)
+
+REPLAY_S = 600.0
+KEY_KEEP_S = 15  # of an answer with an idempotency key, where its caller says nothing else
+TENANT_BYTES = 8 << 20
+ALL_BYTES = 256 << 20
+TENANT_ANSWERS = 256
+MAX_READERS = 8  # of one answer
+_FRAME_BYTES = 512  # about, as Python keeps it
+_TOKEN_BYTES = 40
+_LOGPROBS_BYTES = 200
+
+Run = Callable[[RequestInput], AsyncGenerator[Frame]]
+
+
+class KeptAnswer:
+    def __init__(self, kept: KeptAnswers, tenant: str, request: RequestInput) -> None:
+        self.request_id = request.request_id
+        self.tenant = tenant
+        self.key = request.idempotency_key
+        self.fingerprint = request.fingerprint
+        self.keep_s = request.keep_s or KEY_KEEP_S
+        self.first = request.resume.next_frame if request.resume is not None else 0  # that is kept
+        self.frames: list[Frame] = []
+        self.size_bytes = 0
+        self.is_over = False  # past the bound
+        self.has_ended = False
+        self.error: ManyloraError | None = None
+        self.at: dict[object, int] = {}  # each reader's next frame
+        self.revision = 0  # of its key's record in the store
+        self.task: asyncio.Task[None] | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self._kept = kept
+        self._changed = asyncio.Event()
+
+    async def read(self, first: int) -> AsyncGenerator[Frame]:
+        """From that frame on. Raises NotFound where it is not kept any more, and what the answer ended with."""
+        if not self.first <= first <= self.first + len(self.frames):
+            raise NotFound(f"frames from {first} on are not kept; {self.first} to {self.first + len(self.frames)} are")
+        if len(self.at) >= MAX_READERS:
+            raise Overloaded(f"{MAX_READERS} calls read this answer already", retry_after_s=1.0)
+        reader = object()
+        self.at[reader] = first
+        self._kept.attached(self)
+        try:
+            while True:
+                while self.at[reader] < self.first + len(self.frames):
+                    frame = self.frames[self.at[reader] - self.first]
+                    yield frame
+                    self.at[reader] += 1
+                    if self.is_over:
+                        self._tell()  # who waits for room
+                if self.has_ended:
+                    break
+                await self._changed.wait()
+        finally:
+            del self.at[reader]
+            self._tell()
+            self._kept.left(self)
+        if self.error is not None:
+            raise self.error
+
+    def add(self, frame: Frame) -> int:
+        """Returns how many bytes that takes."""
+        size = _size_of(frame)
+        self.frames.append(frame)
+        self.size_bytes += size
+        self._tell()
+        return size
+
+    def end(self, error: ManyloraError | None) -> None:
+        self.has_ended, self.error = True, error
+        self._tell()
+
+    async def drop_read(self) -> int:
+        """Waits until all readers have all, and lets go of it. Returns of how many bytes. Raises Cancelled: nobody is
+        there.
+        """
+        self.is_over = True
+        while True:
+            if not self.at:
+                raise Cancelled("nobody reads it, and its tenant keeps no more")
+            if min(self.at.values()) >= self.first + len(self.frames):
+                break
+            await self._changed.wait()
+        freed, self.size_bytes = self.size_bytes, 0
+        self.first += len(self.frames)
+        self.frames = []
+        return freed
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class KeptAnswers:
+    def __init__(self, owners: AnswerOwners, getrandbits: Callable[[int], int]) -> None:
+        self._owners = owners
+        self._getrandbits = getrandbits
+        self._by_id: dict[tuple[str, str], KeptAnswer] = {}  # tenant, request id; oldest first
+        self._by_key: dict[tuple[str, str], KeptAnswer] = {}
+        self._claiming: dict[tuple[str, str], asyncio.Event] = {}
+        self._bytes: dict[str, int] = {}
+        self._counts: dict[str, int] = {}
+        self._releasing: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def find(self, tenant: str, request: RequestInput, request_id: str) -> KeptAnswer | None:
+        """By its id, or by its key. Raises KeyReused."""
+        answer = self._by_id.get((tenant, request_id))
+        if answer is None and request.idempotency_key:
+            answer = self._by_key.get((tenant, request.idempotency_key))
+        if answer is not None and request.idempotency_key and answer.fingerprint != request.fingerprint:
+            raise KeyReused.of("idempotency-key", "another request had this key")
+        return answer
+
+    def id_of(self, tenant: str, key: str) -> str:
+        """The request id of the answer with that key; empty: there is none here."""
+        answer = self._by_key.get((tenant, key))
+        return answer.request_id if answer is not None else ""
+
+    async def begin(self, tenant: str, request: RequestInput, run: Run) -> KeptAnswer:
+        """Raises Overloaded, AnsweredElsewhere, or ServiceUnavailable where nobody can say who has the key."""
+        key = (tenant, request.idempotency_key)
+        while request.idempotency_key and (claiming := self._claiming.get(key)) is not None:
+            await claiming.wait()
+            if (answer := self.find(tenant, request, "")) is not None:
+                return answer
+        self._make_room(tenant)
+        request = replace(request, request_id=request.request_id or f"{self._getrandbits(128):032x}")
+        answer = KeptAnswer(self, tenant, request)
+        self._counts[tenant] = self._counts.get(tenant, 0) + 1
+        self._by_id[tenant, answer.request_id] = answer
+        try:
+            if request.idempotency_key:
+                claiming = self._claiming[key] = asyncio.Event()
+                try:
+                    answer.revision = await self._claim(*key)
+                    self._by_key[key] = answer
+                except AnsweredElsewhere:  # by the router that this answer was lost with, until its lease ends
+                    if request.resume is None:
+                        raise
+                    answer.key = ""
+                finally:
+                    del self._claiming[key]
+                    claiming.set()
+        except BaseException:
+            self._forget(answer)
+            raise
+        answer.task = asyncio.create_task(self._run(answer, request, run), name=f"answer {answer.request_id}")
+        self.left(answer)
+        return answer
+
+    async def close(self) -> None:
+        """What still runs is cancelled."""
+        answers = list(self._by_id.values())
+        tasks = [answer.task for answer in answers if answer.task is not None]
+        for task in tasks:
+            task.cancel()
+        for answer in answers:
+            if answer.timer is not None:
+                answer.timer.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        if self._releasing:
+            await asyncio.wait(self._releasing)
+
+    def attached(self, answer: KeptAnswer) -> None:
+        if answer.timer is not None and not answer.has_ended:
+            answer.timer.cancel()
+            answer.timer = None
+
+    def left(self, answer: KeptAnswer) -> None:
+        if answer.at or answer.has_ended or answer.task is None:
+            return
+        if answer.is_over:
+            answer.task.cancel()
+        elif answer.timer is None:
+            answer.timer = asyncio.get_running_loop().call_later(answer.keep_s, answer.task.cancel)
+
+    async def _claim(self, tenant: str, key: str) -> int:
+        owner, revision = await self._owners.claim(tenant, digest_of_key(key))
+        if owner:
+            raise AnsweredElsewhere(f"idempotency-key: router {owner} has it: ask that one", retry_after_s=1.0)
+        return revision
+
+    async def _run(self, answer: KeptAnswer, request: RequestInput, run: Run) -> None:
+        error: ManyloraError | None = None
+        try:
+            async with aclosing(run(request)) as frames:
+                async for frame in frames:
+                    self._bytes[answer.tenant] = self._bytes.get(answer.tenant, 0) + answer.add(frame)
+                    if answer.is_over or not self._has_room(answer.tenant):
+                        self._bytes[answer.tenant] -= await answer.drop_read()
+        except ManyloraError as e:
+            error = e
+        except asyncio.CancelledError:
+            error = Cancelled("nobody read it any more")
+            raise
+        except Exception:
+            _LOG.exception("what nobody foresaw ends a kept answer")
+            error = InternalError("internal error")
+        finally:
+            answer.end(error)
+            self._ended(answer)
+
+    def _ended(self, answer: KeptAnswer) -> None:
+        if answer.timer is not None:
+            answer.timer.cancel()
+        loop = asyncio.get_running_loop()
+        if answer.error is not None and answer.key:  # the next call with its key does the work
+            self._forget_key(answer)
+        replayed = answer.error is None and answer.key and not answer.is_over
+        answer.timer = loop.call_later(REPLAY_S if replayed else answer.keep_s, self._forget, answer)
+
+    def _has_room(self, tenant: str) -> bool:
+        """Lets go of the tenant's oldest ended answers, where that makes some."""
+        if self._bytes[tenant] <= TENANT_BYTES and sum(self._bytes.values()) <= ALL_BYTES:
+            return True
+        for answer in [a for a in self._by_id.values() if a.tenant == tenant and a.has_ended and not a.at]:
+            self._forget(answer)
+            if self._bytes[tenant] <= TENANT_BYTES and sum(self._bytes.values()) <= ALL_BYTES:
+                return True
+        return False
+
+    def _make_room(self, tenant: str) -> None:
+        """For one more. Raises Overloaded."""
+        if self._counts.get(tenant, 0) < TENANT_ANSWERS:
+            return
+        for answer in self._by_id.values():
+            if answer.tenant == tenant and answer.has_ended and not answer.at:
+                self._forget(answer)
+                return
+        raise Overloaded(f"{TENANT_ANSWERS} answers of this tenant are kept here already", retry_after_s=1.0)
+
+    def _forget(self, answer: KeptAnswer) -> None:
+        if self._by_id.pop((answer.tenant, answer.request_id), None) is None:
+            return
+        if answer.timer is not None:
+            answer.timer.cancel()
+        self._forget_key(answer)
+        for counts, less in ((self._bytes, answer.size_bytes), (self._counts, 1)):
+            left = counts.get(answer.tenant, 0) - less
+            counts[answer.tenant] = left
+            if not left:
+                del counts[answer.tenant]
+
+    def _forget_key(self, answer: KeptAnswer) -> None:
+        if self._by_key.get((answer.tenant, answer.key)) is answer:
+            del self._by_key[answer.tenant, answer.key]
+            releasing = self._owners.release(answer.tenant, digest_of_key(answer.key), answer.revision)
+            task = asyncio.create_task(releasing, name="release key")
+            self._releasing.add(task)
+            task.add_done_callback(self._releasing.discard)
+
+
+def digest_of_key(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _size_of(frame: Frame) -> int:
+    size = _FRAME_BYTES + len(frame.prompt_logprobs) * _LOGPROBS_BYTES
+    if frame.started is not None:
+        size += len(frame.started.prompt_token_ids) * _TOKEN_BYTES
+    if (delta := frame.delta) is not None:
+        size += len(delta.token_ids) * _TOKEN_BYTES + 4 * len(delta.text)
+        size += sum(_LOGPROBS_BYTES + _TOKEN_BYTES * len(each.top) for each in delta.logprobs)
+    return size
