@@ -71,6 +71,8 @@ def test_what_up_is_told_of_workers_reaches_them(tmp_path: Path) -> None:
     told: dict[str, Any] = {
         "sequence_slots": 8,
         "device_adapter_mb": 64,
+        "host_adapter_mb": 128,
+        "adapter_cache_mb": 512,
         "drain_s": 0.0,
         "tensor_parallel": 2,
         "model_aliases": ("acme/a", "b"),

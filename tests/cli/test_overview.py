@@ -26,6 +26,10 @@ async def test_status(manylora: Manylora) -> None:
     assert out.json["resumed"] == 7
     assert "\nresumed    7 times another worker went on with an answer\n" in (await manylora("status")).stdout
     assert out.json["workers"][0]["generated_tokens"] == 2**40
+    assert out.json["workers"][0]["cold_store_s"] == 0.25
+    told = (await manylora("status")).stdout
+    assert "device 90 %, store 10 %" in told
+    assert "store 250 ms" in told
     assert [each["kept_out"] for each in out.json["workers"]] == ["", "its dtype is another"]
     measured, idle = out.json["slos"]
     assert (measured["error_budget"], measured["ttft_p95_target_ms"], measured["ttft_met"]) == (0.75, 200, False)

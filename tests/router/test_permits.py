@@ -151,6 +151,36 @@ def test_an_adapter_that_keeps_failing_is_refused_until_a_probe_succeeds() -> No
     simulate(test)
 
 
+def test_an_answer_that_goes_on_as_a_probe_closes_the_circuit_with_its_next_token() -> None:
+    """Not with its end: what it said before its worker was lost proves nothing, and what it says next does."""
+
+    async def script(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+        async for response in (say("x" * 200, pause_s=0.5) if request.max_tokens == 200 else no_adapter)(request):
+            yield response
+
+    async def test(cluster: RouterCluster) -> None:
+        stream = cluster.open(text_request(max_tokens=200), x_adapter_id="upper")
+        for _ in range(3):
+            await stream.read()
+        for _ in range(ADAPTER_THRESHOLD):
+            await cluster.ask(text_request(), x_adapter_id="upper")
+        assert await circuits_told(cluster) == {"open": 1, "half_open": 0}
+        await asyncio.sleep(MIN_OPEN_S)
+        cluster.network.kill(next(worker for worker in cluster.workers if worker.running).worker_id)
+        seen: list[float] = []
+        for _ in range(20):
+            await stream.read()
+            seen = list((await circuits_told(cluster)).values())
+            if seen == [0, 0]:
+                break
+        assert seen == [0, 0], "it goes on, and the circuit is closed"
+        answer = await cluster.ask(text_request(), x_adapter_id="upper")
+        assert error_of(answer) == (Code.FAILED_PRECONDITION, "adapter_failed"), "not refused"
+        stream.cancel()
+
+    simulate(test, script=script)
+
+
 @pytest.mark.parametrize("kind", ["lost", "internal"])
 def test_a_request_that_workers_fail_at_is_not_run_a_third_time(kind: str) -> None:
     async def deadly(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:

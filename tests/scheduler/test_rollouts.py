@@ -7,6 +7,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
 from manylora.v1 import scheduler_pb2
 from manylora_scheduler.serving.rollouts import FORGET_S, JUDGE_S, SAVE_S, Rollouts
 from manylora_shared.coordination import keys
@@ -171,6 +172,31 @@ def test_people_come_first_and_end_the_trial() -> None:
         again = (await rig.line()).rollout
         assert again is not None
         assert again.percent == 10, "it begins from nothing"
+
+    simulate(test)
+
+
+def test_a_bug_in_one_judgement_ends_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(rig: Rig) -> None:
+        await rig.roll_out(10, limit_s=30.0)
+        rollouts = await rig.lead()
+        tell(rollouts, Counts(), Counts(), name="broken")
+        tell(rollouts, Counts(), Counts())
+        get = rollouts._store.get
+
+        async def broken(key: str) -> Any:
+            if "broken" in key:
+                raise KeyError("unforeseen")
+            return await get(key)
+
+        rollouts._store.get = broken  # type: ignore[method-assign]
+        await asyncio.sleep(2 * JUDGE_S)
+        assert not rig.tasks[0].done()
+        assert len(rollouts) == 1, "the broken one is begun anew with what is told next"
+        rig.clock.advance(30.0)
+        await asyncio.sleep(2 * JUDGE_S)
+        assert (await rig.line()).rollout is None
+        assert "unforeseen" in caplog.text
 
     simulate(test)
 

@@ -176,6 +176,20 @@ def state_of(worker: WorkerStatus) -> str:
     return "draining" if worker.draining else "connected" if worker.connected else "not connected"
 
 
+def _found(worker: WorkerStatus) -> str:
+    counts = {tier: getattr(worker, f"adapters_found_{tier}") for tier in ("device", "host", "disk", "store")}
+    asked = sum(counts.values())
+    return ", ".join(f"{tier} {100 * count / asked:.3g} %" for tier, count in counts.items() if count) or "-"
+
+
+def _cold_starts(worker: WorkerStatus) -> str:
+    told = []
+    for tier in ("host", "disk", "store"):
+        count, seconds = getattr(worker, f"cold_starts_{tier}"), getattr(worker, f"cold_{tier}_s")
+        told += [f"{tier} {_ms(1e3 * seconds / count)}"] if count else []
+    return ", ".join(told) or "-"
+
+
 _WORKERS: Columns[WorkerStatus] = (
     ("worker", lambda w: w.worker_id),
     ("address", lambda w: w.address),
@@ -184,6 +198,8 @@ _WORKERS: Columns[WorkerStatus] = (
     ("running", lambda w: f"{w.running}/{w.sequence_slots}"),
     ("KV blocks free", lambda w: f"{w.kv_blocks_free}/{w.kv_blocks_total}"),
     ("adapters", lambda w: f"{w.adapters_on_device} device, {w.adapters_on_host} host"),
+    ("found on", _found),
+    ("mean cold start", _cold_starts),
     ("tokens", lambda w: w.generated_tokens),
 )
 _FLOWS: Columns[FlowStatus] = (

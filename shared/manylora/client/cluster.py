@@ -293,6 +293,16 @@ class WorkerStatus:
     adapters_on_device: int
     adapters_on_host: int
     generated_tokens: int
+    adapters_found_device: int  # by requests, when they came; all cumulative
+    adapters_found_host: int
+    adapters_found_disk: int
+    adapters_found_store: int  # that is far: a bucket
+    cold_starts_host: int  # requests that waited until their adapters were on the device, by where the farthest was
+    cold_starts_disk: int
+    cold_starts_store: int
+    cold_host_s: float
+    cold_disk_s: float
+    cold_store_s: float
     kept_out: str  # why the pool does not take it; empty where it does
 
 

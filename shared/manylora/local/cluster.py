@@ -77,6 +77,8 @@ class ClusterOptions:
     schedulers: int = 1
     sequence_slots: int | None = None
     device_adapter_mb: int | None = None
+    host_adapter_mb: int | None = None
+    adapter_cache_mb: int | None = None
     tensor_parallel: int = 1
     adapter_store: str = ""  # s3://BUCKET/PREFIX; empty: a folder in `data`
     adapter_store_access: str = ""
@@ -358,6 +360,8 @@ class LocalCluster:
             "max-lora-rank": options.max_lora_rank,
             "sequence-slots": options.sequence_slots,
             "device-adapter-mb": options.device_adapter_mb,
+            "host-adapter-mb": options.host_adapter_mb,
+            "adapter-cache-mb": options.adapter_cache_mb,
             "tensor-parallel": options.tensor_parallel,
             "drain-s": options.drain_s,
             "threads": _threads(options, num_cores()),

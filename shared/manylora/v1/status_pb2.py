@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18manylora/v1/status.proto\x12\x0bmanylora.v1\"*\n\x0eWorkerCounters\x12\x18\n\x10generated_tokens\x18\x01 \x01(\x04\"y\n\x0eTenantSetbacks\x12\x11\n\ttenant_id\x18\x01 \x01(\t\x12\x13\n\x0bpreemptions\x18\x02 \x01(\x04\x12\x11\n\tswaps_out\x18\x03 \x01(\x04\x12\x11\n\tevictions\x18\x04 \x01(\x04\x12\x19\n\x11recomputed_tokens\x18\x05 \x01(\x04\"\x99\x01\n\x0eTenantAdapters\x12\x11\n\ttenant_id\x18\x01 \x01(\t\x12\x14\n\x0c\x64\x65vice_bytes\x18\x02 \x01(\x04\x12\x12\n\nhost_bytes\x18\x03 \x01(\x04\x12\x11\n\tevictions\x18\x04 \x01(\x04\x12\x11\n\tdisplaced\x18\x05 \x01(\x04\x12$\n\x04pins\x18\x06 \x03(\x0b\x32\x16.manylora.v1.PinStatus\"g\n\tPinStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x17\n\x0f\x61\x64\x61pter_version\x18\x02 \x01(\t\x12\x0f\n\x07workers\x18\x03 \x01(\r\x12\x11\n\ton_device\x18\x04 \x01(\r\x12\x0f\n\x07problem\x18\x05 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18manylora/v1/status.proto\x12\x0bmanylora.v1\"\xb0\x02\n\x0eWorkerCounters\x12\x18\n\x10generated_tokens\x18\x01 \x01(\x04\x12\x1d\n\x15\x61\x64\x61pters_found_device\x18\x02 \x01(\x04\x12\x1b\n\x13\x61\x64\x61pters_found_host\x18\x03 \x01(\x04\x12\x1b\n\x13\x61\x64\x61pters_found_disk\x18\x04 \x01(\x04\x12\x1c\n\x14\x61\x64\x61pters_found_store\x18\x05 \x01(\x04\x12\x18\n\x10\x63old_starts_host\x18\x06 \x01(\x04\x12\x18\n\x10\x63old_starts_disk\x18\x07 \x01(\x04\x12\x19\n\x11\x63old_starts_store\x18\x08 \x01(\x04\x12\x13\n\x0b\x63old_host_s\x18\t \x01(\x01\x12\x13\n\x0b\x63old_disk_s\x18\n \x01(\x01\x12\x14\n\x0c\x63old_store_s\x18\x0b \x01(\x01\"y\n\x0eTenantSetbacks\x12\x11\n\ttenant_id\x18\x01 \x01(\t\x12\x13\n\x0bpreemptions\x18\x02 \x01(\x04\x12\x11\n\tswaps_out\x18\x03 \x01(\x04\x12\x11\n\tevictions\x18\x04 \x01(\x04\x12\x19\n\x11recomputed_tokens\x18\x05 \x01(\x04\"\x99\x01\n\x0eTenantAdapters\x12\x11\n\ttenant_id\x18\x01 \x01(\t\x12\x14\n\x0c\x64\x65vice_bytes\x18\x02 \x01(\x04\x12\x12\n\nhost_bytes\x18\x03 \x01(\x04\x12\x11\n\tevictions\x18\x04 \x01(\x04\x12\x11\n\tdisplaced\x18\x05 \x01(\x04\x12$\n\x04pins\x18\x06 \x03(\x0b\x32\x16.manylora.v1.PinStatus\"g\n\tPinStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x17\n\x0f\x61\x64\x61pter_version\x18\x02 \x01(\t\x12\x0f\n\x07workers\x18\x03 \x01(\r\x12\x11\n\ton_device\x18\x04 \x01(\r\x12\x0f\n\x07problem\x18\x05 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'manylora.v1.status_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERCOUNTERS']._serialized_start=41
-  _globals['_WORKERCOUNTERS']._serialized_end=83
-  _globals['_TENANTSETBACKS']._serialized_start=85
-  _globals['_TENANTSETBACKS']._serialized_end=206
-  _globals['_TENANTADAPTERS']._serialized_start=209
-  _globals['_TENANTADAPTERS']._serialized_end=362
-  _globals['_PINSTATUS']._serialized_start=364
-  _globals['_PINSTATUS']._serialized_end=467
+  _globals['_WORKERCOUNTERS']._serialized_start=42
+  _globals['_WORKERCOUNTERS']._serialized_end=346
+  _globals['_TENANTSETBACKS']._serialized_start=348
+  _globals['_TENANTSETBACKS']._serialized_end=469
+  _globals['_TENANTADAPTERS']._serialized_start=472
+  _globals['_TENANTADAPTERS']._serialized_end=625
+  _globals['_PINSTATUS']._serialized_start=627
+  _globals['_PINSTATUS']._serialized_end=730
 # @@protoc_insertion_point(module_scope)

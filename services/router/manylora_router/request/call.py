@@ -283,7 +283,7 @@ class Call:
         guard = self._calls.guard
         if execution.worker_id and not permit.worker_id:
             guard.began(permit, execution.worker_id, asyncio.get_running_loop().time())
-        if execution.ttft_ms and not permit.has_answered:
+        if execution.ttft_ms and not execution.is_paused and not permit.has_answered:
             _log(guard.answered(permit))
 
     def _let_resume(self, lost: WorkerLost, is_lost: bool) -> None:
@@ -302,7 +302,6 @@ class Call:
             again = calls.guard.admit(permit.tenant, permit.adapter, permit.prompt_token_ids, now)
         except ManyloraError as e:
             raise WorkerLost(f"{lost.message}; no other worker goes on with it: {e.message}") from e
-        again.has_answered = permit.has_answered
         self._permit = again
 
     def _may_forgive(self, job: Job) -> bool:

@@ -149,6 +149,11 @@ class Execution:
         return self._lease.cached_prompt_tokens
 
     @property
+    def is_paused(self) -> bool:
+        """Its worker was lost or stopped, and no other has gone on with it yet."""
+        return self._resumed.since is not None
+
+    @property
     def pauses_s(self) -> Sequence[float]:
         """Of each time that another worker went on, until its first token."""
         return self._losses.pauses_s

@@ -73,6 +73,11 @@ class Rollouts:
                     more = fields(tenant=key[0], adapter=key[1], error=str(e))
                     _LOG.warning("a rollout is not judged while the store is away", extra=more)
                     break
+                except Exception:
+                    # one trial's bug ends no other's, nor the term: it is begun anew, from its record, with the next
+                    # counts
+                    _LOG.exception("what nobody foresaw ends a trial", extra=fields(tenant=key[0], adapter=key[1]))
+                    is_standing = False
                 if not is_standing:
                     del self._tried[key]
 

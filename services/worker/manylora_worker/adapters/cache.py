@@ -14,6 +14,7 @@ from typing import NamedTuple
 from manylora_shared.composition import uids_of
 from manylora_shared.ids import AdapterKey, AdapterUid, RequestId, TenantId
 
+from manylora_worker.adapters.found import FARTHER, Found, FoundCounts
 from manylora_worker.adapters.load_order import LoadOrder
 from manylora_worker.adapters.loading import LOOK_AGAIN_S, Loading, Versions
 from manylora_worker.adapters.overtaking import Overtaking
@@ -60,6 +61,8 @@ class Hold:
     uids: tuple[AdapterUid, ...]
     missing: dict[AdapterUid, None]
     since: float
+    found: str  # the farthest tier on which one was
+    asked_at: float
     is_back: bool = False  # it has given its parts back, for an older one that found no room
 
 
@@ -120,6 +123,7 @@ class AdapterCache:
         )
         self._loading = Loading(self._residency, self._standings, self._order, self._overtaking)
         self._prefetches: dict[AdapterUid, TenantId | None] = {}
+        self._found = FoundCounts()
         # the versions around the last pump, where these were the same, and its time in LOOK_AGAIN_S
         self._settled: tuple[_State, int] | None = None
 
@@ -159,6 +163,10 @@ class AdapterCache:
     def device_bytes(self) -> int:
         return self._device.used_bytes
 
+    @property
+    def found(self) -> Found:
+        return self._found.counts
+
     def tiers(self) -> Mapping[AdapterUid, AdapterTier]:
         """The best tier of each that is off the disk."""
         return self._residency.tiers()
@@ -181,7 +189,11 @@ class AdapterCache:
         """Whether it uses all of its adapters already; else a later `pump` names it."""
         assert holder not in self._holds, f"{holder} holds an adapter already"
         uids = uids_of(key)
-        hold = self._holds[holder] = Hold(tenant_id, uids, dict.fromkeys(uids), now)
+        tiers = [self._residency.found(uid) for uid in uids]
+        for tier in tiers:
+            self._found.found(tier)
+        farthest = max(tiers, key=FARTHER.index)
+        hold = self._holds[holder] = Hold(tenant_id, uids, dict.fromkeys(uids), now, farthest, now)
         self._collect(holder, hold, now)
         if hold.missing and len(hold.uids) > 1:
             self._composed[holder] = hold
@@ -359,9 +371,13 @@ class AdapterCache:
             del hold.missing[entry.uid]
             if not hold.missing:
                 self._composed.pop(holder, None)
-                ready.append(holder)
+                self._is_ready(holder, hold, ready, now)
         self._leave_queue(entry, tenant_id)
         self._residency.touch(entry, tenant_id, now)
+
+    def _is_ready(self, holder: RequestId, hold: Hold, ready: list[RequestId], now: float) -> None:
+        self._found.waited(hold.found, now - hold.asked_at)
+        ready.append(holder)
 
     def _advance_prefetch(self, entry: Entry, tenant_id: TenantId | None, now: float) -> bool:
         """Whether nothing is left to do."""
@@ -393,7 +409,7 @@ class AdapterCache:
                     self._collect(holder, hold, now)
                     if not hold.missing:
                         del self._composed[holder]
-                        ready.append(holder)
+                        self._is_ready(holder, hold, ready, now)
             elif self._is_stuck(hold, now) and (not is_oldest or now - hold.since >= 2 * self._limits.patience_s):
                 self._give_back(holder, hold, now)
             is_oldest = False

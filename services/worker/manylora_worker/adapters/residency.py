@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
+from manylora_worker.adapters.found import tier_of
 from manylora_worker.adapters.room import Entry, Eviction, Plan, TierRoom
 from manylora_worker.kinds.api import AdapterBackend, AdapterEvent, AdapterTier, FarBackend
 
@@ -173,6 +174,12 @@ class Residency:
         if entry.is_near is None:
             entry.is_near = self._far is None or self._far.is_near(entry.uid)
         return entry.is_near
+
+    def found(self, uid: AdapterUid) -> str:
+        """On which tier it is now."""
+        entry = self.entries.get(uid) or Entry(uid)
+        is_near = entry.on_host or entry.on_device or self.is_near(entry)
+        return tier_of(entry, is_near=is_near)
 
     def may_fetch(self, tenant_id: TenantId | None, *, is_prefetch: bool = False) -> bool:
         """is_prefetch: only while nearly all places are free."""

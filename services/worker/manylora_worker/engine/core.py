@@ -339,6 +339,7 @@ class EngineCore:
             adapter_version=self._adapters.version,
             tenant_adapters_version=self._adapters.tenants_version,
             slots_version=self._planner.slots_version + self._requests.loading_version,
+            **self._adapters.found._asdict(),
         )
 
     def adapter_tiers(self) -> Mapping[AdapterUid, AdapterTier]:

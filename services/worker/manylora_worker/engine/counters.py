@@ -48,6 +48,16 @@ class EngineStats(NamedTuple):
     adapter_version: int  # grows with each change of `EngineCore.adapter_tiers`
     tenant_adapters_version: int  # of `EngineCore.tenant_adapters`
     slots_version: int  # of `EngineCore.flow_slots`
+    adapters_found_device: int = 0  # see Found, as of all that follow
+    adapters_found_host: int = 0
+    adapters_found_disk: int = 0
+    adapters_found_store: int = 0
+    cold_starts_host: int = 0
+    cold_starts_disk: int = 0
+    cold_starts_store: int = 0
+    cold_host_s: float = 0.0
+    cold_disk_s: float = 0.0
+    cold_store_s: float = 0.0
 
 
 class WorkCounters:

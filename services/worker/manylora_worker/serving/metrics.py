@@ -10,6 +10,7 @@ from manylora_shared.telemetry import Attribute, Metrics, Telemetry
 from manylora_shared.telemetry.registry import OTHER, Metric
 from manylora_shared.tenancy.top_names import TopNames
 
+from manylora_worker.adapters.found import FARTHER
 from manylora_worker.engine.counters import Setbacks
 from manylora_worker.engine.outbox import RequestEnd
 from manylora_worker.hosting.output_stream import EndKind, StreamEnd
@@ -28,7 +29,6 @@ _BY_TENANT = (
 )
 _TIERS = {AdapterTier.HOST: "host", AdapterTier.DEVICE: "device"}
 _DISK, _STORE = "disk", "store"
-_FARTHER = ("device", "host", _DISK, _STORE)
 
 
 class EngineMetrics:
@@ -117,7 +117,7 @@ class WorkerMetrics:
         for tier in tiers:
             labels = {Attribute.TENANT_ID: self._shown(tenant), Attribute.TIER: tier}
             self._telemetry.count(Metrics.ADAPTER_REQUESTS, 1, labels)
-        found = max(tiers, key=_FARTHER.index)
+        found = max(tiers, key=FARTHER.index)
         is_named = self._adapters.used((tenant, adapter), 1)
         if found == _TIERS[AdapterTier.DEVICE]:
             hit = (tenant, adapter) if is_named else (OTHER, OTHER)

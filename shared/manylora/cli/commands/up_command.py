@@ -60,6 +60,12 @@ SequenceSlots = Annotated[
 DeviceAdapterMb = Annotated[
     int | None, typer.Option(min=1, help="Memory for adapters on the device, a worker; default: the worker's choice.")
 ]
+HostAdapterMb = Annotated[
+    int | None, typer.Option(min=1, help="Memory for adapters on the host, a worker; default: the worker's choice.")
+]
+AdapterCacheMb = Annotated[
+    int | None, typer.Option(min=1, help="Disk for adapters of a store in a bucket; default: the worker's choice.")
+]
 Devices = Annotated[
     str,
     typer.Option(
@@ -128,6 +134,8 @@ def up(
     reasoning_parser: ReasoningParserOption = "auto",
     sequence_slots: SequenceSlots = None,
     device_adapter_mb: DeviceAdapterMb = None,
+    host_adapter_mb: HostAdapterMb = None,
+    adapter_cache_mb: AdapterCacheMb = None,
     tensor_parallel: TensorParallel = 1,
     adapter_store: AdapterStore = "",
     adapter_store_access: AdapterStoreAccess = "",
@@ -160,6 +168,8 @@ def up(
         tls=tls,
         sequence_slots=sequence_slots,
         device_adapter_mb=device_adapter_mb,
+        host_adapter_mb=host_adapter_mb,
+        adapter_cache_mb=adapter_cache_mb,
         tensor_parallel=tensor_parallel,
         adapter_store=adapter_store,
         adapter_store_access=adapter_store_access,
