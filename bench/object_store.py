@@ -26,13 +26,13 @@ from pathlib import Path
 from manylora.client import Client, Sampling
 from manylora.demo import BASE_FOLDER, BASE_NAME, adapter_folder
 from manylora.local.cluster import ClusterOptions, LocalCluster
-from manylora_shared.stores.adapter_files import CONFIG_NAME, WEIGHTS_NAME
 from manylora_shared.errors import ManyloraError
+from manylora_shared.stores.adapter_files import CONFIG_NAME, WEIGHTS_NAME
 from safetensors.numpy import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.s3_server import S3Server, running  # noqa: E402
+from tests.s3_server import S3Server, running
 
 TENANTS = 10
 COLD = 50

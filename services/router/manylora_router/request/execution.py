@@ -150,8 +150,7 @@ class Execution:
 
     @property
     def is_paused(self) -> bool:
-        """Its worker was lost or stopped, and no other has gone on with it yet."""
-        return self._resumed.since is not None
+        return self._losses.is_paused
 
     @property
     def pauses_s(self) -> Sequence[float]:

@@ -19,6 +19,11 @@ class Losses:
     _num_tokens: int = 0  # over all choices, when it was resumed last
     _since: float | None = None  # it has not gone on
 
+    @property
+    def is_paused(self) -> bool:
+        """No other worker has gone on with it yet."""
+        return self._since is not None
+
     def add(self, lost: WorkerLost, *, is_lost: bool, num_tokens: int) -> None:
         """`is_lost`: else it stops in order. Raises `lost` where no other worker is to go on."""
         self._count += is_lost
