@@ -1,6 +1,6 @@
 """Adapters in a bucket, served by a whole cluster of the demo's model: cold starts by tier, and Zipf's traffic; JSON.
 
-    python bench/object_store.py [--adapters 1000] [--requests 2000] [--workers 2] [--streams 16] [--zipf 1.0]
+    python -m bench.object_store [--adapters 1000] [--requests 2000] [--workers 2] [--streams 16] [--zipf 1.0]
 
 A real S3 server (moto) holds the store. Every adapter has content of its own. First each of some is asked for once,
 one at a time, with nothing on the workers' disks: from the store to the first token. Then `--requests` draw adapters by
@@ -16,7 +16,6 @@ import json
 import platform
 import random
 import shutil
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -29,8 +28,6 @@ from manylora.local.cluster import ClusterOptions, LocalCluster
 from manylora_shared.errors import ManyloraError
 from manylora_shared.stores.adapter_files import CONFIG_NAME, WEIGHTS_NAME
 from safetensors.numpy import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.s3_server import S3Server, running
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from manylora_shared.composition import uids_of
 from manylora_shared.ids import AdapterKey, AdapterUid, RequestId, TenantId
 
-from manylora_worker.adapters.found import FARTHER, Found, FoundCounts
 from manylora_worker.adapters.load_order import LoadOrder
 from manylora_worker.adapters.loading import LOOK_AGAIN_S, Loading, Versions
 from manylora_worker.adapters.overtaking import Overtaking
@@ -22,6 +21,7 @@ from manylora_worker.adapters.pins import Pin, PinBook, PinState
 from manylora_worker.adapters.residency import FetchLimits, Residency
 from manylora_worker.adapters.room import Entry, Eviction, TierRoom
 from manylora_worker.adapters.standings import Standings
+from manylora_worker.adapters.tier_counts import FARTHER, Found, FoundCounts
 from manylora_worker.kinds.api import AdapterBackend, AdapterEvent, AdapterTier
 
 _State = tuple[Versions, int]

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
-from manylora_worker.adapters.found import tier_of
 from manylora_worker.adapters.room import Entry, Eviction, Plan, TierRoom
+from manylora_worker.adapters.tier_counts import tier_of
 from manylora_worker.kinds.api import AdapterBackend, AdapterEvent, AdapterTier, FarBackend
 
 _KNOWN_SIZES = 4096  # remembered of adapters that are on disk only

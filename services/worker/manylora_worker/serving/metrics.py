@@ -10,7 +10,7 @@ from manylora_shared.telemetry import Attribute, Metrics, Telemetry
 from manylora_shared.telemetry.registry import OTHER, Metric
 from manylora_shared.tenancy.top_names import TopNames
 
-from manylora_worker.adapters.found import FARTHER
+from manylora_worker.adapters.tier_counts import FARTHER
 from manylora_worker.engine.counters import Setbacks
 from manylora_worker.engine.outbox import RequestEnd
 from manylora_worker.hosting.output_stream import EndKind, StreamEnd

@@ -7,7 +7,7 @@ from manylora_shared.composition import Part, key_of
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 from manylora_sim.fake_runner import FakeFarBackend
 from manylora_worker.adapters.cache import AdapterCache, AdapterCacheLimits
-from manylora_worker.adapters.found import Found, FoundCounts
+from manylora_worker.adapters.tier_counts import Found, FoundCounts
 
 T = TenantId("t")
 
