@@ -9,6 +9,7 @@ CONVERSATION_KEY = "x-conversation-id"  # and user: who keeps an adapter's versi
 USER_KEY = "x-user-id"
 PRIORITY_KEY = "x-priority"
 IDEMPOTENCY_KEY = "idempotency-key"
+KEEP_KEY = "x-keep-s"  # of HTTP: as GenerateRequest.keep_s
 HEDGE_KEY = "x-hedge"  # of two calls for one answer: the one that is cancelled before its first frame costs nothing
 TRACEPARENT_KEY = "traceparent"
 PEER_KEY = "x-manylora-peer"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from manylora.client.streams.progress import Progress, is_lost, is_untaken
+from manylora.client.caller import is_untaken
+from manylora.client.streams.progress import Progress, is_lost
 from manylora.v1 import inference_pb2
 from manylora_shared.errors import Code, RpcError
 

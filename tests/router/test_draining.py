@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from manylora_shared.coordination.records import SchedulerMember
 from manylora_shared.errors import RpcError
 from router_fakes import RouterCluster, simulate, until
 from test_router_identity import call
@@ -16,6 +17,12 @@ def test_each_kind_of_service_is_told() -> None:
         assert [worker.is_leaving for worker in cluster.workers] == [False, True]
         assert (await call(cluster.client, "Drain", id="scheduler-0")).kind == "scheduler"
         assert cluster.scheduler.is_leaving
+        assert cluster.scheduler.server is not None
+        standby = SchedulerMember("scheduler-1", cluster.scheduler.server.address)
+        await cluster.store.put(standby.key, standby.to_json())
+        cluster.scheduler.is_leaving = False
+        assert (await call(cluster.client, "Drain", id="scheduler-1")).kind == "scheduler"
+        assert cluster.scheduler.is_leaving, "one that stands by"
         leaving = asyncio.create_task(cluster.app.told_to_leave())
         assert (await call(cluster.client, "Drain", id="router-0")).kind == "router"
         await leaving
@@ -25,7 +32,7 @@ def test_each_kind_of_service_is_told() -> None:
 
 def test_only_operators_tell_and_only_who_is_there() -> None:
     async def test(cluster: RouterCluster) -> None:
-        with pytest.raises(RpcError, match="no worker, router or leading scheduler is called 'worker-9'"):
+        with pytest.raises(RpcError, match="no worker, router or scheduler is called 'worker-9'"):
             await call(cluster.client, "Drain", id="worker-9")
         channel = cluster.caller(await cluster.put_key(tenant="acme", scopes=("admin",)))
         await until(lambda: len(cluster.app.directory.api_keys) == 2)

@@ -237,7 +237,7 @@ def test_what_failed_is_done_again() -> None:
 
 def test_another_routers_key_is_a_conflict_until_it_is_gone() -> None:
     async def test(cluster: RouterCluster) -> None:
-        record = AnswerRecord("acme", kept_answers.digest_of_key("k"), "router-1")
+        record = AnswerRecord("acme", kept_answers.digest_of_key("0 k"), "router-1")
         await cluster.store.put(record.key, record.to_json())
         refused = await cluster.ask(text_request(), idempotency_key="k")
         assert refused.error is not None

@@ -183,6 +183,7 @@ class RouterApp:
             draining=Draining(
                 router_id=self.router_id,
                 directory=self.directory,
+                store=self._store,
                 transport=self._transport,
                 peers=peers,
                 leave=self._leaving.set,
@@ -225,6 +226,7 @@ class RouterApp:
             intake=self.intake,
             callers=self.callers,
             calls=self.calls,
+            kept=self.kept,
             feedback=self._feedback,
             text=self._text,
             dialect=Dialect.of(self._text.chat_template, self.config.tool_parser, self.config.reasoning_parser),

@@ -15,8 +15,8 @@ from manylora_shared.coordination.base import Store, StoreUnavailable
 from manylora_shared.coordination.peers import PeerSecret, PeerTransport, guarded
 from manylora_shared.coordination.policies import PolicyMirror, StoredPolicy
 from manylora_shared.coordination.pool import kept_out
-from manylora_shared.coordination.records import SchedulerRecord, WorkerRecord
-from manylora_shared.coordination.session import Election, Mirror, first_of
+from manylora_shared.coordination.records import SchedulerMember, SchedulerRecord, WorkerRecord
+from manylora_shared.coordination.session import Election, LeaseSession, Mirror, first_of
 from manylora_shared.coordination.space import SpaceWatch
 from manylora_shared.ids import TenantId, WorkerId
 from manylora_shared.process.clock import SystemClock, WallClock
@@ -71,6 +71,7 @@ class SchedulerApp:
         self._kept_out: Mapping[str, str] = {}
         self._server: Server | None = None
         self._election: Election | None = None
+        self._membership = LeaseSession(store, ttl_s=config.lease_ttl_s)
         self._leading: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[None] | None = None
 
@@ -120,6 +121,9 @@ class SchedulerApp:
             self._store, key=keys.SCHEDULER_LEADER, value=record.to_json(), ttl_s=self.config.lease_ttl_s
         )
         self._election.start()
+        member = SchedulerMember(self.scheduler_id, self.address)
+        self._membership.start()
+        self._membership.set(member.key, member.to_json())
         self._leading = asyncio.create_task(self._lead(self._election), name="leadership")
         self._looking = asyncio.create_task(self._space.run(), name="etcd's space")
         self._server.set_serving(True)
@@ -133,6 +137,7 @@ class SchedulerApp:
         error = await self._end_leading()
         if self._election is not None:
             await self._election.resign()
+            await self._membership.close()
         if self._server is not None:
             await self._server.stop(grace_s)
         await self._workers.close()

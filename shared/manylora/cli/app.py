@@ -238,12 +238,12 @@ def status(*, target: Target, as_json: bool) -> Work:
 @app.command()
 @on_cluster
 def drain(
-    instance_id: Annotated[str, typer.Argument(metavar="ID", help="Of a worker, a router or the leading scheduler.")],
+    instance_id: Annotated[str, typer.Argument(metavar="ID", help="Of a worker, a router or a scheduler.")],
     *,
     target: Target,
     as_json: bool,
 ) -> Work:
-    """Let a service end in order: a worker hands its streams over, the leading scheduler its leadership."""
+    """Let a service end in order: workers and routers hand their streams over, a scheduler its leadership."""
     from manylora.cli import overview
 
     return overview.drain(target, instance_id, as_json=as_json)

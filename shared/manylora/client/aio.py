@@ -341,7 +341,7 @@ class Client:
         )
 
     async def drain(self, instance_id: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> str:
-        """Lets a worker, a router or the leading scheduler end in order. Returns which it is, once it is told."""
+        """Lets a worker, a router or a scheduler end in order. Returns which it is, once it is told."""
         request = admin_pb2.DrainRequest(id=instance_id)
         answer = await self._caller.call(_ADMIN["Drain"], request, timeout_s=timeout_s, repeatable=False)
         return str(answer.kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,7 @@ from manylora.client.retry import DEFAULT_RETRY, RetryBudget, RetryPolicy
 from manylora.client.routers import RoutersChannel
 
 DEFAULT_TIMEOUT_S = 30.0  # of calls with one answer; streams have no deadline unless one is given
+REACH_S = 3.0  # for so long one of several servers is sought: a channel tries to connect once a second
 _HTTP_SERVER = "http1.x server"  # grpc's words of one
 
 
@@ -37,6 +39,11 @@ class Caller:
     @property
     def num_servers(self) -> int:
         return len(self.channel) if isinstance(self.channel, RoutersChannel) else 1
+
+    def search(self, deadline: float | None, *, hops: int) -> Search:
+        """`hops`: how often the next attempt goes to another server at once."""
+        is_one_of_several = self.num_servers > 1 and self.retry is not None
+        return Search(hops if is_one_of_several else 0, is_one_of_several, deadline, self.rng)
 
     def check_open(self) -> None:
         if self.is_closed:
@@ -101,12 +108,14 @@ class Caller:
         deadline = deadline_of(timeout_s)
         sent = {**(metadata or {}), **self._credentials}
         self.budget.on_call()
-        attempt = 1
+        attempt, search = 1, self.search(deadline, hops=0)
         while True:
             try:
                 check_size(request)
                 return await self.channel.call(method, request, timeout=left_s_of(deadline), metadata=sent)
             except RpcError as error:
+                if await search.goes_on(error):
+                    continue
                 if not await self.wait_to_repeat(error, attempt, deadline, repeatable=repeatable):
                     raise self.failed(error) from None
             attempt += 1
@@ -122,6 +131,36 @@ class Caller:
         else:
             message = f"nothing answers at {self._server}; is `manylora up` running? ({error.message})"
         return RequestFailed(failed.code, message, reason=failed.reason, result=result)
+
+
+class Search:
+    """For one of several servers that takes a call. That is no repetition: nobody has worked for it."""
+
+    def __init__(self, hops: int, is_one_of_several: bool, deadline: float | None, rng: random.Random) -> None:
+        self._hops = hops
+        self._until = math.inf if deadline is None else deadline
+        self._is_one_of_several = is_one_of_several
+        self._rng = rng
+        self._tries = 0
+
+    async def goes_on(self, error: RpcError) -> bool:
+        """False (at once) where it is not sought further."""
+        if not (self._is_one_of_several and is_untaken(error)):
+            return False
+        now = time.monotonic()
+        if not self._tries:
+            self._until = min(self._until, now + REACH_S)
+        delay_s = DEFAULT_RETRY.going_on_s(max(0, self._tries - self._hops + 1), self._rng)
+        if now + delay_s >= self._until:
+            return False
+        self._tries += 1
+        await asyncio.sleep(delay_s)
+        return True
+
+
+def is_untaken(error: RpcError) -> bool:
+    """The server was not reached, or has refused the call as it stops."""
+    return error.code is Code.UNAVAILABLE and error.label in (UNREACHABLE, "draining")
 
 
 def deadline_of(timeout_s: float | None) -> float | None:

@@ -7,7 +7,11 @@ from collections.abc import Callable, Mapping
 
 from google.protobuf.message import Message
 from manylora.v1 import admin_pb2, scheduler_pb2, worker_pb2
+from manylora_shared.coordination import keys
+from manylora_shared.coordination.base import Store
+from manylora_shared.coordination.records import SchedulerMember, SchedulerRecord
 from manylora_shared.errors import NotFound
+from manylora_shared.ids import is_valid_name
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.identity import AUTHORIZATION_KEY
 from manylora_shared.transport.base import Method, Transport, methods_of
@@ -28,6 +32,7 @@ class Draining:
         *,
         router_id: str,
         directory: Directory,
+        store: Store,
         transport: Transport,
         peers: Transport,
         leave: Callable[[], None],
@@ -35,6 +40,7 @@ class Draining:
         """`peers`: to workers and schedulers. `leave`: this router's own."""
         self._router_id = router_id
         self._directory = directory
+        self._store = store
         self._transport = transport
         self._peers = peers
         self._leave = leave
@@ -44,7 +50,6 @@ class Draining:
         directory = self._directory
         kept_out = directory.kept_out.get(instance_id)
         worker = directory.workers.get(instance_id) or (kept_out[0] if kept_out is not None else None)
-        leader = directory.leader
         if worker is not None:
             kind = "worker"
             await self._call(self._peers, worker.address, _LEAVE_WORKER, worker_pb2.LeavePoolRequest(), {})
@@ -56,13 +61,21 @@ class Draining:
             credentials = {AUTHORIZATION_KEY: metadata.get(AUTHORIZATION_KEY, "")}
             request = admin_pb2.DrainRequest(id=instance_id)
             await self._call(self._transport, router.address, _DRAIN, request, credentials)
-        elif leader is not None and leader.scheduler_id == instance_id:
+        elif (scheduler := await self._scheduler(instance_id)) is not None:
             kind = "scheduler"
-            await self._call(self._peers, leader.address, _LEAVE_SCHEDULER, scheduler_pb2.ResignRequest(), {})
+            await self._call(self._peers, scheduler.address, _LEAVE_SCHEDULER, scheduler_pb2.ResignRequest(), {})
         else:
-            raise NotFound(f"id: no worker, router or leading scheduler is called {instance_id[:_MAX_SHOWN]!r}")
+            raise NotFound(f"id: no worker, router or scheduler is called {instance_id[:_MAX_SHOWN]!r}")
         _LOG.info("a service is told to leave", extra=fields(instance=instance_id, kind=kind))
         return kind
+
+    async def _scheduler(self, instance_id: str) -> SchedulerRecord | None:
+        """That leads, or stands by. Raises StoreUnavailable."""
+        leader = self._directory.leader
+        if leader is not None and leader.scheduler_id == instance_id:
+            return leader
+        kv = await self._store.get(keys.scheduler(instance_id)) if is_valid_name(instance_id) else None
+        return SchedulerMember.stored(kv) if kv is not None else None
 
     async def _call(
         self, transport: Transport, address: str, method: Method, request: Message, metadata: Mapping[str, str]

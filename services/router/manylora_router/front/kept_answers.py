@@ -49,7 +49,7 @@ class KeptAnswer:
     def __init__(self, kept: KeptAnswers, tenant: str, request: RequestInput) -> None:
         self.request_id = request.request_id
         self.tenant = tenant
-        self.key = request.idempotency_key
+        self.key = slot_of(request)
         self.fingerprint = request.fingerprint
         self.keep_s = request.keep_s or KEY_KEEP_S
         self.first = request.resume.next_frame if request.resume is not None else 0  # that is kept
@@ -143,19 +143,22 @@ class KeptAnswers:
         """By its id, or by its key. Raises KeyReused."""
         answer = self._by_id.get((tenant, request_id))
         if answer is None and request.idempotency_key:
-            answer = self._by_key.get((tenant, request.idempotency_key))
-        if answer is not None and request.idempotency_key and answer.fingerprint != request.fingerprint:
+            answer = self._by_key.get((tenant, slot_of(request)))
+        if answer is not None and request.fingerprint and answer.fingerprint != request.fingerprint:
             raise KeyReused.of("idempotency-key", "another request had this key")
         return answer
 
+    def has(self, tenant: str, request_id: str) -> bool:
+        return (tenant, request_id) in self._by_id
+
     def id_of(self, tenant: str, key: str) -> str:
         """The request id of the answer with that key; empty: there is none here."""
-        answer = self._by_key.get((tenant, key))
+        answer = self._by_key.get((tenant, f"0 {key}"))
         return answer.request_id if answer is not None else ""
 
     async def begin(self, tenant: str, request: RequestInput, run: Run) -> KeptAnswer:
         """Raises Overloaded, AnsweredElsewhere, or ServiceUnavailable where nobody can say who has the key."""
-        key = (tenant, request.idempotency_key)
+        key = (tenant, slot_of(request))
         while request.idempotency_key and (claiming := self._claiming.get(key)) is not None:
             await claiming.wait()
             if (answer := self.find(tenant, request, "")) is not None:
@@ -286,6 +289,11 @@ class KeptAnswers:
             task = asyncio.create_task(releasing, name="release key")
             self._releasing.add(task)
             task.add_done_callback(self._releasing.discard)
+
+
+def slot_of(request: RequestInput) -> str:
+    """What stands for its idempotency key; empty: it has none."""
+    return f"{request.part} {request.idempotency_key}" if request.idempotency_key else ""
 
 
 def digest_of_key(key: str) -> str:

@@ -138,6 +138,7 @@ class RequestInput:
     time_remaining_s: float | None = None  # until the caller's deadline
     request_id: str = ""  # 32 hexadecimal digits that the front drew; empty: it draws none
     fingerprint: bytes = b""  # of all that was asked, where an idempotency key stands beside it
+    part: int = 0  # of several with one idempotency key
     is_resumable: bool = False
     keep_s: int = 0  # that the answer outlives its caller's connection
     resume: Resume | None = None  # it goes on with an answer

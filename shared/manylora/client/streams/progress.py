@@ -50,8 +50,3 @@ class Progress:
 def is_lost(error: RpcError) -> bool:
     """The router, or the line to it, and not the request."""
     return error.code is Code.UNAVAILABLE and error.label in _LOST
-
-
-def is_untaken(error: RpcError) -> bool:
-    """The router has not begun with the call, and no other one was asked."""
-    return error.code is Code.UNAVAILABLE and error.label in (UNREACHABLE, "draining")

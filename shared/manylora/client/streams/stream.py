@@ -17,7 +17,7 @@ from manylora.client.answers import Collector, Event, Result, Started
 from manylora.client.caller import Caller, deadline_of, left_s_of
 from manylora.client.messages import events_from
 from manylora.client.streams.hedging import Hedging
-from manylora.client.streams.progress import Progress, is_lost, is_untaken
+from manylora.client.streams.progress import Progress, is_lost
 from manylora.v1 import inference_pb2
 
 GENERATE = methods_of(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"])["Generate"]
@@ -133,7 +133,7 @@ class GenerateStream:
     async def _first(self) -> Any:
         self._caller.check_open()
         self._caller.budget.on_call()
-        attempt, untaken = 1, 0
+        attempt, search = 1, self._caller.search(self._deadline, hops=self._caller.num_servers - 1)
         while True:
             self._stream = self._send(self._request)
             try:
@@ -146,12 +146,11 @@ class GenerateStream:
             except RpcError as error:
                 if self._ended:
                     raise
-                if is_untaken(error) and untaken < self._caller.num_servers - 1:
-                    untaken += 1
+                if await search.goes_on(error):
                     continue
                 if not await self._caller.wait_to_repeat(error, attempt, self._deadline):
                     raise
-            attempt, untaken = attempt + 1, 0
+            attempt += 1
 
     async def _wait_to_go_on(self, error: RpcError) -> bool:
         """False (at once) where the answer is not gone on with."""

@@ -6,12 +6,14 @@ Owns whether the answer has begun, and who is there to read it.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any
 
 from manylora_shared.errors import HttpError, InvalidRequest, ManyloraError, SlowReader, shown
+from manylora_shared.metadata import ADAPTER_KEY, CLASS_KEY, IDEMPOTENCY_KEY, KEEP_KEY
 from manylora_shared.transport.handling import MAX_MESSAGE_BYTES
 from manylora_shared.transport.unparsed import LARGE_BYTES
 
@@ -21,6 +23,9 @@ from manylora_router.front.http.bodies import BodyRoom, cost_of
 BODY_TIMEOUT_S = 30.0
 SLOW_READER_S = 15.0
 KEEP_ALIVE_S = 5.0  # an answer that has nothing to say for so long says that it lives
+
+LAST_EVENT_ID = "last-event-id"
+_OUTLIVING = (IDEMPOTENCY_KEY, KEEP_KEY, LAST_EVENT_ID)
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -39,6 +44,27 @@ class BodyLate(InvalidRequest):
     own_http = HttpError(408, "timeout_error")
 
 
+class EventIds:
+    """Numbers a stream's events from 1, and leaves out those that the caller has."""
+
+    def __init__(self, request_id: str, known: int) -> None:
+        self._request_id = request_id
+        self._known = known
+        self._count = 0
+
+    def of(self, data: bytes) -> bytes:
+        """Whole events, with their ids; comments have none."""
+        told: list[bytes] = []
+        for event in data.split(b"\n\n")[:-1]:
+            if not event.startswith(b":"):
+                self._count += 1
+                if self._count <= self._known:
+                    continue
+                event = b"id: %s-%d\n%s" % (self._request_id.encode(), self._count, event)
+            told.append(event + b"\n\n")
+        return b"".join(told)
+
+
 class Gone(Exception):
     """Nobody is there to read the answer."""
 
@@ -54,6 +80,7 @@ class Exchange:
         self.parameters: Mapping[str, str] = scope.get("path_params", {})
         self.peer = str((scope.get("client") or ("",))[0])
         self.headers = _headers(scope["headers"])
+        self.event_ids: EventIds | None = None  # of a stream that its caller may come back to
         self.has_begun = False
         self.has_ended = False
         self.is_gone = False
@@ -63,6 +90,7 @@ class Exchange:
         self._abort: Callable[[], None] = scope.get("state", {}).get("abort", lambda: None)
         self._receive = receive
         self._send = send
+        self._digest = b""  # of the body
         self._is_read = False
         self._written_at = 0.0
 
@@ -72,6 +100,8 @@ class Exchange:
         """`turn`: of a large body that costs as so many bytes of text. Raises InvalidRequest, Overloaded, or Gone."""
         with self._room.hold(self.tenant) as take:
             data = await self._body(take)
+            if any(key in self.headers for key in _OUTLIVING):
+                self._digest = hashlib.sha256(data).digest()
             if len(data) <= LARGE_BYTES:
                 document = _parse(data)
             else:
@@ -80,6 +110,11 @@ class Exchange:
         if not isinstance(document, dict):
             raise InvalidRequest.of("body", "must be a JSON object")
         return document
+
+    def fingerprint(self) -> bytes:
+        """Of what is asked, where a header says that it may be asked again."""
+        named = "\0".join([self.path, *(self.headers.get(key, "") for key in (ADAPTER_KEY, CLASS_KEY))])
+        return hashlib.sha256(self._digest + named.encode()).digest()
 
     async def _body(self, take: Callable[[int], None]) -> bytes:
         encoding = self.headers.get("content-encoding", "identity")
@@ -136,7 +171,10 @@ class Exchange:
 
     async def write(self, data: bytes) -> None:
         """Raises SlowReader."""
-        await self._write(data, more=True)
+        if self.event_ids is not None:
+            data = self.event_ids.of(data)
+        if data:
+            await self._write(data, more=True)
 
     async def end(self) -> None:
         await self._write(b"", more=False)

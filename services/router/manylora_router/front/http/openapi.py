@@ -13,6 +13,7 @@ from manylora_shared.metadata import (
     CLASS_KEY,
     CONVERSATION_KEY,
     IDEMPOTENCY_KEY,
+    KEEP_KEY,
     PRIORITY_KEY,
     TENANT_KEY,
     TRACEPARENT_KEY,
@@ -21,7 +22,7 @@ from manylora_shared.metadata import (
 
 from manylora_router.front.http import schemas
 from manylora_router.front.http.api.answers import Door
-from manylora_router.front.http.exchange import Exchange
+from manylora_router.front.http.exchange import LAST_EVENT_ID, Exchange
 
 PATH = "/openapi.json"
 _JSON, _TEXT, _EVENTS = "application/json", "text/plain", "text/event-stream"
@@ -32,7 +33,9 @@ _HEADERS = {
     PRIORITY_KEY: "within its tenant and class; higher is sooner",
     CONVERSATION_KEY: "who keeps an adapter's version in a rollout",
     USER_KEY: "the same",
-    IDEMPOTENCY_KEY: "a request that is sent again is answered once",
+    IDEMPOTENCY_KEY: "a request that is sent again gets the first one's answer",
+    KEEP_KEY: "how many seconds a stream goes on without its caller, who comes back with `last-event-id`",
+    LAST_EVENT_ID: "the `id` of the last event that came: the same request gets those behind it",
     TRACEPARENT_KEY: "W3C trace context",
     "x-request-id": "what the answer repeats",
 }

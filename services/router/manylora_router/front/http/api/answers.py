@@ -21,10 +21,12 @@ from manylora_router.dialect.dialect import Dialect
 from manylora_router.front.feedback import FeedbackDesk
 from manylora_router.front.generation import generate
 from manylora_router.front.http import errors
+from manylora_router.front.http.api import outliving
 from manylora_router.front.http.api.asked import Form
 from manylora_router.front.http.exchange import Exchange, encoded
 from manylora_router.front.http.fields import Fields
 from manylora_router.front.intake import Intake
+from manylora_router.front.kept_answers import KeptAnswers
 from manylora_router.front.loop_turns import Flow
 from manylora_router.front.pace import Pace
 from manylora_router.guard.admission import RequestInput
@@ -53,6 +55,7 @@ class Door:
     intake: Intake
     callers: Callers
     calls: Calls
+    kept: KeptAnswers
     feedback: FeedbackDesk
     text: TextService
     dialect: Dialect
@@ -67,7 +70,9 @@ class Door:
     async def read(self, exchange: Exchange, qos_class: QosClass | None = None) -> Fields:
         """The body's fields."""
         flow = (exchange.tenant, qos_class)
-        return Fields(await exchange.json(lambda cost: self._large(flow, cost)))
+        fields = Fields(await exchange.json(lambda cost: self._large(flow, cost)))
+        outliving.name(exchange, self.kept)
+        return fields
 
     @asynccontextmanager
     async def _large(self, flow: Flow, cost: int) -> AsyncIterator[None]:
@@ -162,7 +167,7 @@ class Answering:
     def __init__(self, door: Door, exchange: Exchange, requests: Sequence[RequestInput], form: Form, shape: Shape):
         self._door = door
         self._exchange = exchange
-        self._requests = requests
+        self._requests = outliving.asked(exchange, requests, is_stream=form.is_stream)
         self._form = form
         self._shape = shape
         self._n = requests[0].n
@@ -267,7 +272,8 @@ class Answering:
             choice.text += end.stop_string
 
     def _generate(self, request: RequestInput) -> AsyncGenerator[Frame]:
-        return generate(request, intake=self._door.intake, calls=self._door.calls)
+        door = self._door
+        return generate(request, intake=door.intake, calls=door.calls, kept=door.kept)
 
     async def _frames(self) -> AsyncGenerator[tuple[int, Frame]]:
         """Each with its prompt's number. Close it. Raises the error of whichever fails first."""

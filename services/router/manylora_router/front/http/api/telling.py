@@ -13,6 +13,7 @@ from manylora.v1 import common_pb2
 from manylora_router.dialect.blocks import Block, Blocks, Kind
 from manylora_router.dialect.pieces import Piece
 from manylora_router.front.generation import generate
+from manylora_router.front.http.api import outliving
 from manylora_router.front.http.api.answers import Door, headers_of
 from manylora_router.front.http.api.tooling import Reading
 from manylora_router.front.http.exchange import Exchange
@@ -55,9 +56,10 @@ async def tell(
     door: Door, exchange: Exchange, request: RequestInput, telling: Telling, reading: Reading, *, is_stream: bool
 ) -> None:
     told, reader = Told(), None
+    (request,) = outliving.asked(exchange, [request], is_stream=is_stream)
     async with (
         exchange.watched(is_streaming=is_stream),
-        aclosing(generate(request, intake=door.intake, calls=door.calls)) as frames,
+        aclosing(generate(request, intake=door.intake, calls=door.calls, kept=door.kept)) as frames,
     ):
         headers: dict[str, str] = {}
         async for frame in frames:
