@@ -60,3 +60,14 @@ def test_a_character_costs_little() -> None:
     for start in range(0, len(text), 16):
         matcher.push(text[start : start + 16])
     assert time.process_time() - started < 20e-6 * len(text)
+
+
+def test_what_never_matches_costs_nothing_to_make() -> None:
+    """A flood of requests with the most stop strings made a router build a tree of a thousand nodes for each. The bound
+    is fifteen times what it takes now, and a third of what it took then.
+    """
+    stops = [f"{i:02}" + "never said " * 5 for i in range(16)]
+    started = time.process_time()
+    for _ in range(200):
+        StopStrings(stops)
+    assert time.process_time() - started < 200 * 120e-6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,6 @@ from manylora_shared.errors import FieldViolation, InvalidRequest, NoChatTemplat
 from manylora_shared.stores.adapter_tokenizer import BroughtTokenizer, differences
 
 from manylora_router.text.detokenizer import Detokenizer, WindowDetokenizer
-from manylora_router.text.stop_strings import StopStringMatcher, StopStrings
 
 _T = TypeVar("_T")
 _CACHED_TOKENS = 1 << 16
@@ -190,7 +190,7 @@ class HfTextService:
         added = tokenizer.added_tokens_decoder
         self._added = {token.content: token_id for token_id, token in added.items()}
         self._special_ids = {token.content: each for each, token in added.items() if token.special and token.content}
-        self._specials = StopStrings(list(self._special_ids))
+        self._special = re.compile("|".join(map(re.escape, self._special_ids)) or "(?!)")
         template = getattr(tokenizer, "chat_template", None) or ""
         self.chat_template = "\n".join(template.values()) if isinstance(template, dict) else template
 
@@ -237,10 +237,9 @@ class HfTextService:
         found = {self._added[stop]: stop for stop in stops if stop in self._added}
         wrong: list[FieldViolation] = []
         for index, stop in enumerate(stops):
-            special = StopStringMatcher(self._specials)
-            special.push(stop)
-            if stop not in self._added and special.matched is not None:
-                message = f"contains the special token {shown(special.matched)}, which can be a stop string alone"
+            special = self._special.search(stop)
+            if stop not in self._added and special is not None:
+                message = f"contains the special token {shown(special[0])}, which can be a stop string alone"
                 wrong.append(FieldViolation(f"stop[{index}]", message))
         if wrong:
             raise InvalidRequest.of_all(wrong)
