@@ -366,10 +366,19 @@ def test_held_flows_are_placed_by_themselves() -> None:
     desk = full()
     tell(desk, [], {"hog": (0, 0, 2)})
     assert flow("hog") in desk.core._dispatch.held
+    assert desk.core._dispatch.apart == {TenantId("hog"): 1}
     assert grants(desk.enqueue("b", tenant="b", max_new_tokens=1000)) == [("b", "w0")]
     # And of one that comes while its flow is held already.
     desk.enqueue("h7", tenant="hog")
     assert grants(desk.enqueue("c", tenant="c")) == [("c", "w0")]
+
+
+def test_a_tenants_other_classes_are_placed_by_themselves_too() -> None:
+    """What its standard requests hold counts to its interactive ones, and says nothing of another tenant's."""
+    desk = full()
+    tell(desk, [], {"hog": (0, 0, 2)})
+    assert desk.enqueue("hi", tenant="hog", qos_class=QosClass.INTERACTIVE) == []
+    assert grants(desk.enqueue("vi", tenant="victim", qos_class=QosClass.INTERACTIVE)) == [("vi", "w0")]
 
 
 def test_what_was_held_gets_no_credit_for_that_time() -> None:

@@ -6,7 +6,7 @@ from manylora_scheduler.core.flows import Flows
 from manylora_scheduler.core.reports import FlowTokens, Residency
 from manylora_scheduler.core.request import FlowKey, Ticket
 from manylora_scheduler.core.worker_view import Holders, WorkerView
-from manylora_shared.ids import AdapterUid, RequestId, WorkerId
+from manylora_shared.ids import AdapterUid, QosClass, RequestId, WorkerId
 
 from tests.scheduler.helpers import flow, report, request
 
@@ -74,10 +74,20 @@ def test_what_could_never_end_there_is_not_taken() -> None:
     assert not worker.could_ever_run(request("r", sequences=5))
 
 
-def test_the_slots_of_held_sequences_are_free_for_all_but_their_own_flow() -> None:
+def test_the_slots_of_held_sequences_are_free_for_all_but_their_own_tenant() -> None:
     worker = view_of(slots=2, running=2, most=4, loads={"held": (0, 0, 2)})
     assert worker.can_take(request("r", tenant="other", sequences=2))
-    assert not worker.can_take(request("r", tenant="held"))
+    for qos_class in QosClass:
+        assert not worker.can_take(request("r", tenant="held", qos_class=qos_class))
+
+
+def test_half_of_the_places_beyond_the_slots_stay_for_tenants_with_nothing_held() -> None:
+    """Tenants that wait for their adapters together took every place, and a quiet one waited for a load to end."""
+    worker = view_of(slots=4, running=6, most=8, loads={"a": (0, 0, 3), "b": (0, 0, 3)})
+    assert not worker.can_take(request("r", tenant="a"))
+    assert not worker.can_take(request("r", tenant="b"))
+    assert worker.can_take(request("r", tenant="quiet", sequences=2))
+    worker.check_invariants()
 
 
 def test_a_flows_share_of_the_slots_is_among_those_that_are_there() -> None:

@@ -201,7 +201,7 @@ class Core:
             since_us=to_us(now),
             urgent_us=urgent_us_of(ticket),
         )
-        if flow in self._dispatch.held:
+        if flow.tenant_id in self._dispatch.apart:
             self._queue.set_apart(flow, is_apart=True)
         wait_s = self._limits.worker_wait_s
         if deadline is not None and deadline < now + wait_s:

@@ -7,12 +7,13 @@ granted beyond the free room: docs/decisions/0016.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from manylora_shared.fairness.fair_queue import FairQueue
 from manylora_shared.fairness.seam import Pick
-from manylora_shared.ids import RouterId, WorkerId
+from manylora_shared.ids import QosClass, RouterId, TenantId, WorkerId
 
 from manylora_scheduler.core.fleet import Fleet
 from manylora_scheduler.core.flows import Precedence
@@ -41,7 +42,8 @@ class _Hold:
 class Dispatch:
     def __init__(self, queue: FairQueue[FlowKey, Ticket], fleet: Fleet, *, goes_beyond: bool = True) -> None:
         self._goes_beyond = goes_beyond
-        self.held: dict[FlowKey, dict[WorkerId, None]] = {}  # for reading
+        self.held: dict[FlowKey, dict[WorkerId, None]] = {}
+        self.apart: dict[TenantId, int] = {}  # for reading: tenants by how many of their flows are in `held`
         self._held_on: dict[WorkerId, dict[FlowKey, None]] = {}
         self._queue = queue
         self._fleet = fleet
@@ -84,8 +86,8 @@ class Dispatch:
     def _beyond(self, flow: FlowKey, ticket: Ticket) -> WorkerView | None:
         """The worker that takes the flow's next request though nothing is free for it (docs/decisions/0016).
 
-        There the flow is behind, has few sequences waiting, and has held ones for a quarter of the slots at most. It
-        does not pass a flow that would come before it and only has enough waiting there.
+        There the flow is behind, has few sequences waiting, and its tenant has held ones for a quarter of the slots at
+        most. It does not pass a flow that would come before it and only has enough waiting there.
         """
         if self.precedence is not None and not self.precedence.goes_beyond(flow):
             return None
@@ -95,7 +97,8 @@ class Dispatch:
 
         def allowed(worker: WorkerView) -> bool:
             load, granted = worker.load_of(flow), worker.granted_to(flow)
-            if load.held > worker.sequence_slots // 4:
+            held = worker.held_by_tenant.get(flow.tenant_id, 0)
+            if held > worker.sequence_slots // 4 or worker.spare_for(held) < request.sequences:
                 return False
             count, waiting = load.unheld + granted, load.ready + granted
             claim = self._claims.get(worker.worker_id)
@@ -160,23 +163,35 @@ class Dispatch:
     # ---- what others tell it
 
     def note_held(self, worker_id: WorkerId, flows: Iterable[FlowKey]) -> None:
-        # Flows with held sequences are placed by themselves, as their room depends on them (`WorkerView.can_take`).
-        # One that has none left anywhere keeps no credit: it was held up by its own doing.
+        # All flows of a tenant with held sequences are placed by themselves, as their room depends on these
+        # (`WorkerView.can_take`). A flow that has none left anywhere keeps no credit: it was held up by its own doing.
         before = self._held_on.pop(worker_id, {})
         now = dict.fromkeys(flows)
         if now:
             self._held_on[worker_id] = now
         for flow in now:
             if flow not in before:
-                self.held.setdefault(flow, {})[worker_id] = None
-                self._queue.set_apart(flow, is_apart=True)
+                if flow not in self.held:
+                    self.held[flow] = {}
+                    self._count_apart(flow.tenant_id, 1)
+                self.held[flow][worker_id] = None
         for flow in before:
             if flow not in now:
                 del self.held[flow][worker_id]
                 if not self.held[flow]:
                     del self.held[flow]
-                    self._queue.set_apart(flow, is_apart=False)
+                    self._count_apart(flow.tenant_id, -1)
                     self._queue.forgo(flow)
+
+    def _count_apart(self, tenant_id: TenantId, more: int) -> None:
+        before = self.apart.get(tenant_id, 0)
+        if before + more:
+            self.apart[tenant_id] = before + more
+        else:
+            del self.apart[tenant_id]
+        if not before or not before + more:
+            for qos_class in QosClass:
+                self._queue.set_apart(FlowKey(tenant_id, qos_class), is_apart=not before)
 
     def left_queue(self, ticket: Ticket) -> None:
         if self._hold is not None and self._hold.ticket is ticket:
@@ -220,6 +235,7 @@ class Dispatch:
         held = {(flow, worker_id) for worker_id, flows in self._held_on.items() for flow in flows}
         assert held == {(flow, worker_id) for flow, workers in self.held.items() for worker_id in workers}
         assert all(self.held.values())
+        assert self.apart == Counter(flow.tenant_id for flow in self.held)
 
 
 def _allow_all(worker: WorkerView) -> bool:

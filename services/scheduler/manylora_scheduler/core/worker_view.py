@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from manylora_shared.composition import uids_of
-from manylora_shared.ids import AdapterKey, AdapterUid, RequestId, WorkerId
+from manylora_shared.ids import AdapterKey, AdapterUid, RequestId, TenantId, WorkerId
 
 from manylora_scheduler.core.reports import (
     ABSENT,
@@ -68,7 +68,7 @@ class WorkerView:
     __slots__ = ("_assigned", "_front", "_granted_blocks", "_granted_sequences", "_holders", "_holds_longest",
                  "_loads", "_max_sequences", "_output_tokens", "_prefetches", "adapters", "address", "block_size",
                  "connected", "device", "draining", "granted", "has_reported",
-                 "held_sequences", "kv_blocks_free", "kv_blocks_total", "max_context_tokens", "place",
+                 "held_by_tenant", "held_sequences", "kv_blocks_free", "kv_blocks_total", "max_context_tokens", "place",
                  "running", "running_sequences", "sequence_slots",
                  "standing", "worker_id")  # fmt: skip
 
@@ -98,6 +98,7 @@ class WorkerView:
         self._max_sequences = 0
         self._loads: dict[FlowKey, FlowLoad] = {}
         self.held_sequences = 0
+        self.held_by_tenant: dict[TenantId, int] = {}  # for reading
         self._front: FlowKey | None = None
         self._assigned: dict[AdapterUid, int] = {}  # live tickets by adapter
         self._holds_longest = False  # its KV holds a sequence that is as long as its context can be
@@ -128,6 +129,13 @@ class WorkerView:
     def spare_sequences(self) -> int:
         """More sequences that it takes, in slots or parked."""
         return max(self._max_sequences, self.sequence_slots) - self.running_sequences - self._granted_sequences
+
+    def spare_for(self, held: int) -> int:
+        """Of `spare_sequences`, for a tenant with so many held ones: half of all places beyond the slots stay for those
+        that have none. Held sequences end when they please, and would keep everybody else out meanwhile.
+        """
+        kept = (self._max_sequences - self.sequence_slots) // 2 if held and self.parks else 0
+        return self.spare_sequences - kept
 
     @property
     def parks(self) -> bool:
@@ -173,9 +181,9 @@ class WorkerView:
         sequences, request_id = request.sequences, request.request_id
         free = self.sequence_slots - self.running_sequences - self._granted_sequences
         if self.held_sequences:
-            # Others may use the slots of held sequences; to their own flow they count as used.
-            held = self.held_sequences - self.load_of(request.flow).held
-            free = min(free + held, self.spare_sequences)
+            # Others may use the slots of held sequences; to their own tenant they count as used.
+            own = self.held_by_tenant.get(request.flow.tenant_id, 0)
+            free = min(free + self.held_sequences - own, self.spare_for(own))
         # The blocks are `blocks_for`'s: this is asked twice a decision.
         return (
             free >= sequences
@@ -388,6 +396,7 @@ class WorkerView:
         self._front = None
         if report.snapshot:
             self._loads.clear()
+            self.held_by_tenant.clear()
             self.held_sequences = 0
         if not report.loads:
             return
@@ -395,7 +404,16 @@ class WorkerView:
             before = self._loads.pop(flow, NO_LOAD)
             if load != NO_LOAD:
                 self._loads[flow] = load
-            self.held_sequences += load.held - before.held
+            if load.held != before.held:
+                self._fold_held(flow.tenant_id, load.held - before.held)
+
+    def _fold_held(self, tenant_id: TenantId, more: int) -> None:
+        self.held_sequences += more
+        held = self.held_by_tenant.get(tenant_id, 0) + more
+        if held:
+            self.held_by_tenant[tenant_id] = held
+        else:
+            del self.held_by_tenant[tenant_id]
 
     def fold_outputs(self, report: WorkerReport) -> list[tuple[FlowKey, int]]:
         """Tokens by flow since the last report; nothing for the first. Counters that fell back count from zero."""
@@ -420,6 +438,11 @@ class WorkerView:
         assert all(t.blocks == self.blocks_for(t.request) for t in self.granted.values())
         assert self._granted_blocks == sum(t.blocks for t in self.granted.values())
         assert self.held_sequences == sum(load.held for load in self._loads.values())
+        tenants = {flow.tenant_id for flow in self.held_flows()}
+        assert self.held_by_tenant == {
+            tenant: sum(load.held for flow, load in self._loads.items() if flow.tenant_id == tenant)
+            for tenant in tenants
+        }
         counts: dict[AdapterUid, int] = {}
         for ticket in self.tickets():
             assert ticket.worker_id == self.worker_id
