@@ -76,7 +76,7 @@ from manylora_scheduler.serving.clock_codec import Legacy, encode
 from manylora_shared.composition import uids_of
 from manylora_shared.fairness.fair_queue import FairQueue
 from manylora_shared.fairness.seam import Rank
-from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
+from manylora_shared.ids import DEFAULT_POOL, AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
 from manylora_shared.process.heap import collect_seldom, collector_paused, freeze_started
 from manylora_shared.tenancy.policy import ClassPolicy, TenantPolicy
 
@@ -249,7 +249,7 @@ class Cluster:
         with collector_paused():
             snapshot = self.core.clock_snapshot()
         taken = time.process_time()
-        size = sum(map(len, encode(Legacy(snapshot, {}))))
+        size = sum(map(len, encode(Legacy({DEFAULT_POOL: snapshot}, {}))))
         return {
             "snapshot_entries": snapshot.size,
             "snapshot_kb": round(size / 1024, 1),

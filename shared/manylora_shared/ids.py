@@ -17,6 +17,7 @@ RequestId = NewType("RequestId", str)
 WorkerId = NewType("WorkerId", str)
 RouterId = NewType("RouterId", str)
 
+DEFAULT_POOL = "default"  # of the workers that name none
 MAX_NAME_CHARS = 64
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _DIGEST = re.compile("[0-9a-f]{64}")

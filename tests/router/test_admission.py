@@ -237,7 +237,7 @@ def caller(tenant: str, adapter: str = "") -> Any:
         lambda t: {"acme": ACME}.get(t),
         lambda t, name: LINES.get((t, name)),
         StickyKeys("r"),
-        max_lora_rank=32,
+        lambda pool: 32,
     )
 
 

@@ -86,7 +86,7 @@ def test_what_nobody_foresaw_is_a_failure_and_frees_the_permit() -> None:
             with calls.open(request, "acme") as call:
                 call.begin(*await cluster.app.intake.admit(request, "acme", call))
 
-        calls.text.detokenizer = no_detokenizer  # type: ignore[assignment, method-assign]
+        calls.texts.default.detokenizer = no_detokenizer  # type: ignore[assignment, method-assign]
         with pytest.raises(ZeroDivisionError):
             await read(request)
         assert calls.counters == CallCounters(received=1, failed=1)

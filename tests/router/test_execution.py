@@ -324,7 +324,7 @@ def test_a_bug_ends_one_request_with_its_outcome(caplog: pytest.LogCaptureFixtur
             return ""
 
     async def test(cluster: RouterCluster) -> None:
-        cluster.app.calls.text.detokenizer = Broken  # type: ignore[method-assign]
+        cluster.app.calls.texts.default.detokenizer = Broken  # type: ignore[method-assign]
         answer = await cluster.ask(text_request())
         assert answer.finished.outcome == common_pb2.OUTCOME_INTERNAL
         assert answer.error is not None

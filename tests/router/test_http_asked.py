@@ -8,6 +8,7 @@ import pytest
 from manylora_router.front.http.api.asked import HARMLESS, Caller, Form, caller_of, read
 from manylora_router.front.http.fields import Fields
 from manylora_router.guard.admission import RequestInput
+from manylora_router.guard.pools import ModelNames
 from manylora_shared.sampling import PARAMETERS, Kind
 
 NOBODY = caller_of({})
@@ -24,7 +25,8 @@ def asked(
     document: dict[str, Any], caller: Caller = NOBODY, top_logprobs: int | None = None
 ) -> tuple[RequestInput, Form, list[str]]:
     fields = Fields(document)
-    request, form = read(fields, caller, "base", max_tokens=None, top_logprobs=top_logprobs)
+    names = ModelNames({"base": "default"}, "base")
+    request, form = read(fields, caller, names, max_tokens=None, top_logprobs=top_logprobs)
     fields.close()
     return request, form, [f"{v.field}: {v.description}" for v in fields.found]
 

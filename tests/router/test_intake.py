@@ -87,8 +87,8 @@ def test_ends_are_the_tokenizers_where_the_model_names_none() -> None:
     async def test(cluster: RouterCluster) -> None:
         asked = await plain_request(cluster)
         intake = cluster.app.intake
-        model = replace(intake._model(), eos_token_ids=())
-        intake._model = lambda: model  # type: ignore[method-assign]
+        model = replace(intake._model("default"), eos_token_ids=())
+        intake._model = lambda pool: model  # type: ignore[method-assign]
         for ignore_eos, ends in ((False, [21]), (True, [])):
             job, _ = await admit(cluster, replace(asked, ignore_eos=ignore_eos))
             assert list(job.stop_token_ids) == ends

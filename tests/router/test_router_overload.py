@@ -35,7 +35,7 @@ async def hears(cluster: RouterCluster, overload: scheduler_pb2.Overload) -> Non
     await until(lambda: cluster.app.scheduler.is_connected)
     tell(cluster, overload)
     level = max([overload.level, *(tenant.level for tenant in overload.tenants)])
-    await until(lambda: cluster.app.scheduler.overload.level_of(TenantId("acme"), QosClass.BATCH) == level)
+    await until(lambda: cluster.app.scheduler.overload("default").level_of(TenantId("acme"), QosClass.BATCH) == level)
 
 
 def test_what_the_level_excludes_is_refused_before_anything_is_done() -> None:
@@ -107,7 +107,7 @@ def test_without_a_scheduler_nothing_is_given_up() -> None:
         await hears(cluster, BATCH_CLOSED)
         await cluster.ask(text_request(), x_request_class="batch")
         cluster.scheduler.drop_lines()
-        await until(lambda: cluster.app.scheduler.overload.is_quiet)
+        await until(lambda: cluster.app.scheduler.overload("default").is_quiet)
         await until(lambda: cluster.app.scheduler.is_connected)
         answer = await cluster.ask(text_request(), x_request_class="batch")
         assert answer.finished.outcome == common_pb2.OUTCOME_COMPLETED

@@ -31,9 +31,12 @@ _WORKER = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
 class ScriptedWorker:
     """Serves Control alone: says what a test tells it to, keeps what it is told, and obeys the greatest epoch."""
 
-    def __init__(self, worker_id: str, transport: Transport, slots: int = 2, digest: str = "d") -> None:
+    def __init__(
+        self, worker_id: str, transport: Transport, slots: int = 2, digest: str = "d", pool: str = "default"
+    ) -> None:
         self.worker_id = worker_id
         self.digest = digest
+        self.pool = pool
         self.slots = slots
         self.epochs: list[int] = []
         self.prefetched: list[str] = []
@@ -65,6 +68,7 @@ class ScriptedWorker:
             max_context_tokens=100,
             sequence_slots=self.slots,
             max_lora_rank=8,
+            pool=self.pool,
         )
         await store.put(keys.worker(self.worker_id), record.to_json())
 

@@ -12,7 +12,7 @@ from manylora_scheduler.serving.clock_codec import Legacy, decode, encode
 from manylora_shared.fairness.fair_queue import FairQueue
 from manylora_shared.fairness.queue_succession import FlowSnapshot, Snapshot, take_snapshot
 from manylora_shared.fairness.seam import Share
-from manylora_shared.ids import QosClass, RequestId
+from manylora_shared.ids import DEFAULT_POOL, QosClass, RequestId
 
 from tests.scheduler.helpers import flow
 
@@ -24,7 +24,8 @@ def some_legacy(seed: int) -> Legacy:
     reserved = [(RequestId(f"r{i}"), rng.choice(flows), rng.randrange(1000)) for i in range(rng.randrange(9)) if flows]
     counted = {f"w{i}": {f: rng.randrange(10**9) for f in flows if rng.random() < 0.5} for i in range(3)}
     settled = {f: rng.randrange(1, 10**9) for f in flows if rng.random() < 0.5}
-    return Legacy(Snapshot(rng.getrandbits(70), tuple(known), tuple(reserved), counted), settled)
+    snapshot = Snapshot(rng.getrandbits(70), tuple(known), tuple(reserved), counted)
+    return Legacy({DEFAULT_POOL: snapshot}, settled)
 
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
@@ -33,6 +34,8 @@ def test_a_clock_comes_back_from_its_bytes(monkeypatch: pytest.MonkeyPatch, step
     for seed in range(40):
         legacy = some_legacy(seed)
         assert decode(b"".join(encode(legacy))) == legacy
+        several = Legacy({**legacy.clocks, "small": some_legacy(seed + 1).clocks[DEFAULT_POOL]}, legacy.settled)
+        assert decode(b"".join(encode(several))) == several
 
 
 def test_a_flow_whose_weight_fell_under_its_reservations_comes_back() -> None:
@@ -42,7 +45,7 @@ def test_a_flow_whose_weight_fell_under_its_reservations_comes_back() -> None:
     queue.set_share(flow("t"), Share(1))
     taken = take_snapshot(queue)
     assert taken.flows[0].settled < 0
-    legacy = Legacy(Snapshot(taken.clock, taken.flows, (), {}), {})
+    legacy = Legacy({DEFAULT_POOL: Snapshot(taken.clock, taken.flows, (), {})}, {})
     assert decode(b"".join(encode(legacy))) == legacy
 
 
@@ -68,6 +71,10 @@ def test_a_flow_whose_weight_fell_under_its_reservations_comes_back() -> None:
         '{"clock":' + "[" * 100_000,
         '{"clock":1}\n{"settled":[[0,1]]}',
         '{"clock":1}\n{"more":[]}',
+        '{"clock":1}\n{"pool":"a"}',
+        '{"clock":1}\n{"pool":"a b"}\n{"clock":1}',
+        '{"clock":1}\n{"pool":"default"}\n{"clock":1}',
+        '{"clock":1}\n{"pool":["a"]}\n{"clock":1}',
     ],
 )
 def test_what_is_no_clock_is_refused(text: str) -> None:

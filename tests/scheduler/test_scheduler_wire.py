@@ -97,10 +97,11 @@ def test_a_lease_without_tokens_is_unbounded() -> None:
 
 def test_a_limit_that_is_none_is_not_sent() -> None:
     view = OverloadView(5, math.inf, {TenantId("acme"): TenantView((1.0, 2.0, 3.0), 4, 0.5)})
-    message = overload_message(view).overload
+    message = overload_message(view, "small").overload
+    assert message.pool == "small"
     assert not message.HasField("limit_shares")
     assert not message.crowded
-    assert overload_message(replace(view, is_crowded=True)).overload.crowded
+    assert overload_message(replace(view, is_crowded=True), "small").overload.crowded
     (tenant,) = message.tenants
     assert (tenant.limit_shares, tenant.batch_shares, tenant.level) == (0.5, 3.0, 4)
 
@@ -109,6 +110,7 @@ def test_what_routers_refused_is_by_flow() -> None:
     message = scheduler_pb2.Refused()
     message.flows.add(tenant_id="acme", qos_class=common_pb2.QOS_CLASS_BATCH, requests=3)
     assert refused_flows(message).flows == ((flow_key("acme", common_pb2.QOS_CLASS_BATCH), 3),)
+    assert refused_flows(message).pool == "default"
     message.flows.add(tenant_id="no name")
     with pytest.raises(InvalidRequest):
         refused_flows(message)
@@ -125,11 +127,12 @@ def test_a_workers_memory_is_told_by_tenant_and_of_many_those_with_most() -> Non
             tenant_adapters=[status_pb2.TenantAdapters(tenant_id="t001", device_bytes=50)],
         )
     )
-    status = worker_status(view, told, {TenantId("t000"): 2, TenantId("t001"): 3})
+    status = worker_status(view, told, {TenantId("t000"): 2, TenantId("t001"): 3}, "small")
+    assert status.pool == "small"
     assert status.kv_block_bytes == 100
     rows = [(each.tenant_id, each.kv_bytes, each.adapter_bytes) for each in status.tenants]
     assert rows == [("t001", 300, 50), ("t000", 200, 0)]
     many = {TenantId(f"t{i:03}"): i + 1 for i in range(MAX_WORKER_TENANTS + 10)}
-    *named, others = worker_status(view, told, many).tenants
+    *named, others = worker_status(view, told, many, "small").tenants
     assert [each.tenant_id for each in named] == [f"t{i:03}" for i in reversed(range(10, MAX_WORKER_TENANTS + 10))]
     assert (others.tenant_id, others.kv_bytes, others.adapter_bytes) == ("", 100 * sum(range(1, 11)), 50)

@@ -296,3 +296,28 @@ def test_a_retention_is_an_upper_bound_which_keeping_nothing_meets() -> None:
     policy = parse_policy("tenant_id: a\nsecurity: {data_retention_days: 7}\n")
     assert policy.security.data_retention_days == 7
     assert parse_policy(policy.to_yaml()) == policy
+
+
+def test_pools_are_a_list_of_names() -> None:
+    assert parse_policy("tenant_id: a").pools == ("default",)
+    policy = parse_policy("tenant_id: a\npools: [small, default]\n")
+    assert policy.pools == ("small", "default")
+    assert parse_policy(policy.to_yaml()) == policy
+    assert "pools" not in parse_policy("tenant_id: a\npools: [default]\n").to_yaml()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("pools: small", "pools: line 2: must be a list of pools' names"),
+        ("pools: []", "pools: line 2: has 0 names, and at least one is needed"),
+        ("pools: [a, a]", "pools[1]: line 2: a is given twice"),
+        ("pools: [A]", "pools[0]: line 2: 'A' has 'A'; a name is of a-z 0-9 . _ -"),
+        ("pools: [{a: b}]", "pools[0]: line 2: must be one of the pools' names"),
+        (f"pools: [{', '.join(f'p{i}' for i in range(17))}]", "pools: line 2: has 17 names, more than 16"),
+    ],
+)
+def test_pools_that_are_none_are_refused(text: str, problem: str) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        parse_policy(f"tenant_id: a\n{text}")
+    assert [f"{v.field}: {v.description}" for v in error.value.violations] == [problem]

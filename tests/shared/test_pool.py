@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from manylora_shared.coordination.pool import kept_out
+from manylora_shared.coordination.pool import MAX_POOLS, kept_out
 from manylora_shared.coordination.records import WorkerRecord
 
 WORKER = WorkerRecord(
@@ -31,6 +31,7 @@ def test_workers_that_compute_the_same_are_one_pool() -> None:
         ({"model_digest": "b" * 64}, "base model m (bbbbbbbbbbbb), the pool's is m (aaaaaaaaaaaa)"),
         ({"dtype": "bfloat16"}, "dtype bfloat16, the pool's is float32"),
         ({"quantization": "nf4"}, "quantization nf4, the pool's is none"),
+        ({"protocol": 2}, "protocol 2, the pool's is 1"),
         ({"quantization": ""}, "quantization not told, the pool's is none"),
     ],
 )
@@ -39,3 +40,15 @@ def test_who_differs_from_the_first_is_kept_out(change: dict[str, Any], said: st
     assert kept_out(pool({}, later, later)) == dict.fromkeys(["w1", "w2"], f"it does not compute what w0 does: {said}")
     assert set(kept_out(pool({}, change))) == {"w1"}, "in one moment: by their ids"
     assert set(kept_out(pool({}, {**change, "started_unix_s": 4.0}))) == {"w0"}
+    assert kept_out(pool({}, {**change, "pool": "other"})) == {}, "each pool has its own first worker"
+
+
+def test_there_are_so_many_pools_and_no_more() -> None:
+    many = [{"pool": f"p{i}", "started_unix_s": float(i)} for i in range(MAX_POOLS + 2)]
+    assert list(kept_out(pool(*many))) == [f"w{MAX_POOLS}", f"w{MAX_POOLS + 1}"]
+    assert "there are 64 pools already, and p64 is none of them" in kept_out(pool(*many))[f"w{MAX_POOLS}"]
+
+
+def test_a_pools_name_is_one() -> None:
+    with pytest.raises(ValueError, match=r"WorkerRecord\.pool: has ' '"):
+        dataclasses.replace(WORKER, pool="a b")

@@ -21,7 +21,16 @@ from manylora_scheduler.config import SchedulerConfig
 from manylora_scheduler.serving.clock_codec import decode
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import AdapterRecord, ClockIndexRecord
-from manylora_shared.ids import AdapterDigest, AdapterName, AdapterUid, QosClass, TenantId, digest_of, owner_of
+from manylora_shared.ids import (
+    DEFAULT_POOL,
+    AdapterDigest,
+    AdapterName,
+    AdapterUid,
+    QosClass,
+    TenantId,
+    digest_of,
+    owner_of,
+)
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.tenancy.identity import new_key
 from manylora_shared.tenancy.policy import ClassPolicy, TenantPolicy, TenantQuotas
@@ -384,7 +393,7 @@ class Cluster:
         self._clock_revision = kv.mod_revision
         index = ClockIndexRecord.from_json(kv.value)
         parts = [self.store_server.get(keys.scheduler_clock_part(index.bank, i)) for i in range(index.parts)]
-        clock = decode(b"".join(part.value for part in parts if part is not None)).clock.clock
+        clock = decode(b"".join(part.value for part in parts if part is not None)).clocks[DEFAULT_POOL].clock
         assert clock >= self._clock, f"the virtual clock fell from {self._clock} to {clock}"
         self._clock = clock
 

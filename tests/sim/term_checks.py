@@ -18,13 +18,13 @@ class TermChecks:
         if self._events.get(term) == term.num_events:
             return
         self._events[term] = term.num_events
-        term.core.check_invariants()
-        term.overload.check_invariants()
+        term.pools.check_invariants()
         term.quotas.authority.check_invariants()
         clock = term.core._queue.virtual_time
         assert clock >= self._clocks.get(term, 0), "the clock fell"
         self._clocks[term] = clock
-        check_no_room_is_idle(term.core)
+        for gate in term.pools.gates.values():
+            check_no_room_is_idle(gate.core)
 
 
 def check_no_room_is_idle(core: Core) -> None:

@@ -38,7 +38,7 @@ async def flooded(seed: int) -> Traffic:
     assert leader.term.overload.view.is_quiet, "it is over"
     for process in cluster.processes.values():
         if isinstance(process.app, RouterApp):
-            assert process.app.scheduler.overload.is_quiet
+            assert process.app.scheduler.overload("default").is_quiet
     after = [traffic.plain(tenant) for tenant in TENANTS]
     for call in after:
         call.qos_class = "batch"

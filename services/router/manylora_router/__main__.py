@@ -38,12 +38,12 @@ _TOKENIZER_THREADS = 2
 _ACCEPTORS = 16  # tenants call from connections of their own: the burst of one waits behind itself
 
 
-def load_text(config: RouterConfig) -> TextService:
-    if not config.model:
+def load_text(model: str) -> TextService:
+    if not model:
         return TokenIdsOnlyText()
     # The router does without torch; where it is installed, transformers would import it, for seconds and memory.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    folder = model_folder(config.model)
+    folder = model_folder(model)
     if not has_tokenizer(folder):
         _LOG.warning("%s: has no tokenizer; requests must give token ids, and answers have no text", folder)
         return TokenIdsOnlyText()
@@ -63,7 +63,7 @@ def _adapter_store(config: RouterConfig) -> tuple[AdapterFiles, Documents]:
 
 
 async def build(config: RouterConfig, parts: Parts) -> RouterApp:
-    text = await asyncio.to_thread(load_text, config)
+    text = await asyncio.to_thread(load_text, config.model)
     files, documents = _adapter_store(config)
     return RouterApp(
         config,
@@ -72,6 +72,7 @@ async def build(config: RouterConfig, parts: Parts) -> RouterApp:
         ),
         store=parts.store,
         text=text,
+        pool_texts={pool: functools.partial(load_text, model) for pool, model in config.models_of_pools.items()},
         adapter_store=files,
         documents=documents,
         sources=Sources(read_rules(config.adapter_sources), max_weights_bytes=config.max_adapter_mb << 20),

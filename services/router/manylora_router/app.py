@@ -60,7 +60,7 @@ from manylora_router.front.intake import Intake
 from manylora_router.front.kept_answers import KeptAnswers
 from manylora_router.front.pace import Pace
 from manylora_router.guard.resume_tokens import ResumeTokens
-from manylora_router.guard.tokens import Tokens
+from manylora_router.guard.tokens import Issuer, Tokens
 from manylora_router.history.samples import STEP_S
 from manylora_router.links.answer_owners import AnswerOwners
 from manylora_router.links.callers import Callers
@@ -74,6 +74,7 @@ from manylora_router.links.wire import trial_counts
 from manylora_router.metrics import RECORD_S
 from manylora_router.request.call import Calls
 from manylora_router.text.service import TextService
+from manylora_router.text.texts import Load, Texts
 
 _LOG = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ FILES_GRACE_S = 900.0  # files are left alone for so long after an upload last w
 
 
 class RouterApp:
-    """The parts that it is given, except `text`, stay their giver's to close."""
+    """The parts that it is given, except texts, stay their giver's to close."""
 
     def __init__(
         self,
@@ -102,12 +103,13 @@ class RouterApp:
         peer_secret: PeerSecret,
         clock: WallClock | None = None,
         tls: Tls | None = None,
+        pool_texts: Mapping[str, Load] | None = None,  # of pools besides the default one, whose is `text`
     ) -> None:
         self.config = config
         self.router_id = config.router_id or f"router-{rng.getrandbits(32):08x}"
         self._transport = transport
         self._store = store
-        self._text = text
+        self._texts = Texts(text, pool_texts)
         self._files = adapter_store
         self._documents = documents
         self._sources = sources or Sources(())
@@ -117,7 +119,7 @@ class RouterApp:
         self._leaving = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._peer_secret = peer_secret
-        peers = PeerTransport(transport, self._peer_secret)
+        peers = PeerTransport(transport, peer_secret)
         self.channels = WorkerChannels(peers)
         self.directory = Directory(
             store,
@@ -127,8 +129,7 @@ class RouterApp:
         )
         issuers = load_issuers(Path(config.token_issuers)) if config.token_issuers else []
         self._token_keys = TokenKeys(issuers)
-        tokens = Tokens(issuers, self._token_keys.key_of) if issuers else None
-        self.callers = Callers(self.directory.key_of, self._clock, tokens)
+        self.callers = self._callers(issuers)
         self.scheduler = SchedulerClient(
             router_id=self.router_id, transport=peers, leader_address=self.directory.leader_address, rng=rng
         )
@@ -136,7 +137,7 @@ class RouterApp:
             directory=self.directory,
             scheduler=self.scheduler,
             channels=self.channels,
-            text=text,
+            texts=self._texts,
             telemetry=telemetry,
             rng=rng,
             tokens=ResumeTokens(peer_secret.sign),
@@ -158,12 +159,16 @@ class RouterApp:
         self.admin = self._admin(levels, peers)
         self._http = HttpServer(Routes(self.door), tls) if config.http_listen else None
 
+    def _callers(self, issuers: Sequence[Issuer]) -> Callers:
+        tokens = Tokens(issuers, self._token_keys.key_of) if issuers else None
+        return Callers(self.directory.key_of, self._clock, tokens)
+
     def _front_intake(self) -> Intake:
         return Intake(
             directory=self.directory,
             callers=self.callers,
             scheduler=self.scheduler,
-            text=self._text,
+            texts=self._texts,
             calls=self.calls,
             rng=self._rng,
             default_max_tokens=self.config.default_max_tokens,
@@ -205,7 +210,7 @@ class RouterApp:
             self._files,
             self._sources,
             directory=self.directory,
-            text=self._text,
+            texts=self._texts,
             channels=self.channels,
             clock=self._clock,
             rng=self._rng,
@@ -228,8 +233,10 @@ class RouterApp:
             calls=self.calls,
             kept=self.kept,
             feedback=self._feedback,
-            text=self._text,
-            dialect=Dialect.of(self._text.chat_template, self.config.tool_parser, self.config.reasoning_parser),
+            text=self._texts.default,
+            dialect=self._dialect_of(self._texts.default),
+            texts=self._texts,
+            dialect_of=self._dialect_of,
             admin=self.admin.handlers,
             places=self.bounds.places,
             pace=self._pace,
@@ -238,6 +245,9 @@ class RouterApp:
             router_id=self.router_id,
             console=self._status.moments if self.config.console else None,
         )
+
+    def _dialect_of(self, text: TextService) -> Dialect:
+        return Dialect.of(text.chat_template, self.config.tool_parser, self.config.reasoning_parser)
 
     @property
     def instance_id(self) -> str:
@@ -336,7 +346,7 @@ class RouterApp:
         self._status.close()
         await self.channels.close()
         await self.directory.close()
-        await self._text.close()
+        await self._texts.close()
         self.intake.close()
         for error in ended:
             if error is not None and not isinstance(error, asyncio.CancelledError):

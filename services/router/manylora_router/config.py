@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from manylora_shared.dialects import ReasoningParser, ToolParser
+from manylora_shared.ids import name_problem
 from manylora_shared.process.config import ConfigError, check_listen, setting
 from manylora_shared.process.settings import ServiceSettings
 
@@ -26,6 +27,9 @@ class RouterConfig(ServiceSettings):
     )
     router_id: str = setting("", "this router's name; empty: one is drawn")
     model: str = setting("", "base model's folder or cached hub id, for its tokenizer; empty: token ids only")
+    pool_models: str = setting(
+        "", "base models of further pools, for their tokenizers: POOL=FOLDER_OR_ID, several with commas"
+    )
     generation_config: Literal["auto", "none"] = setting(
         "auto",
         "sampling where a request sets none; auto: that of the model's generation_config.json",
@@ -45,6 +49,15 @@ class RouterConfig(ServiceSettings):
     token_issuers: str = setting("", "YAML file of the issuers whose JSON web tokens are taken; empty: keys alone")
 
     @property
+    def models_of_pools(self) -> dict[str, str]:
+        """By pool."""
+        parts = [part.strip().partition("=") for part in self.pool_models.split(",") if part.strip()]
+        wrong = next((name for name, _, model in parts if not model), None)
+        if wrong is not None:
+            raise ConfigError(f"--pool-models: {wrong!r} names no model: POOL=FOLDER_OR_ID is expected")
+        return {name.strip(): model.strip() for name, _, model in parts}
+
+    @property
     def has_exposition(self) -> bool:
         return super().has_exposition or bool(self.http_listen)
 
@@ -53,5 +66,8 @@ class RouterConfig(ServiceSettings):
         if self.http_listen:
             check_listen(self.http_listen, "--http-listen")
             self.check_tls(self.http_listen, "--http-listen")
+        for pool in self.models_of_pools:
+            if problem := name_problem(pool):
+                raise ConfigError(f"--pool-models: {pool!r} {problem}")
         if not self.adapter_store:
             raise ConfigError("--adapter-store: must name a folder or a bucket")

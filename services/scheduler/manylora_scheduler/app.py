@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections import Counter
 from collections.abc import Mapping
 
 from manylora_shared.coordination import keys
@@ -20,7 +21,7 @@ from manylora_shared.coordination.session import Election, LeaseSession, Mirror,
 from manylora_shared.coordination.space import SpaceWatch
 from manylora_shared.ids import TenantId, WorkerId
 from manylora_shared.process.clock import SystemClock, WallClock
-from manylora_shared.telemetry import Metrics, Telemetry
+from manylora_shared.telemetry import Attribute, Metrics, Telemetry
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.transport.base import Server, Transport
 
@@ -99,8 +100,8 @@ class SchedulerApp:
         if term is None:
             return {"queued": 0, "granted": 0, "leases": 0, "routers": 0, "workers": 0}
         return {
-            "queued": term.core.num_queued,
-            "granted": term.core.num_granted,
+            "queued": term.pools.num_queued,
+            "granted": term.pools.num_granted,
             "leases": term.quotas.authority.num_leases,
             "routers": term.num_routers,
             "workers": term.num_workers,
@@ -217,14 +218,25 @@ class SchedulerApp:
         reasons = kept_out(workers)
         for worker_id, reason in reasons.items():
             if self._kept_out.get(worker_id) != reason:
-                _LOG.error("a worker is kept out of the pool: %s", reason, extra=fields(worker=worker_id))
+                _LOG.error(
+                    "a worker is kept out of the pool: %s",
+                    reason,
+                    extra=fields(worker=worker_id, pool=workers[worker_id].pool),
+                )
         for worker_id in self._kept_out.keys() - reasons.keys() & workers.keys():
             _LOG.warning("a worker that was kept out joins the pool", extra=fields(worker=worker_id))
         self._kept_out = reasons
+        self._tell_kept_out(workers)
         if self.term is not None:
             if record is None:
                 self.term.worker_changed(WorkerId(name), None)
             self._tell_workers(self.term)
+
+    def _tell_kept_out(self, workers: Mapping[str, WorkerRecord]) -> None:
+        counts = Counter(workers[worker_id].pool for worker_id in self._kept_out)
+        self._telemetry.clear(Metrics.KEPT_OUT_WORKERS)
+        for pool in {worker.pool for worker in workers.values()}:
+            self._telemetry.gauge(Metrics.KEPT_OUT_WORKERS, counts[pool], {Attribute.POOL: pool})
 
     def _tell_workers(self, term: Term) -> None:
         """One that goes or comes may change who is kept out."""

@@ -11,6 +11,7 @@ from contextlib import suppress
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Store, StoreUnavailable
 from manylora_shared.coordination.peers import PeerSecret, guarded
+from manylora_shared.coordination.pool import PROTOCOL
 from manylora_shared.coordination.records import WorkerRecord
 from manylora_shared.coordination.session import first_of
 from manylora_shared.ids import AdapterUid
@@ -86,7 +87,7 @@ class WorkerApp:
         )
         if telemetry.has_metrics:
             runtime.view.subscribe(EngineMetrics(runtime.view, telemetry, runtime.model.kv_block_bytes))
-        self._tenants = TenantWatch(store, runtime)
+        self._tenants = TenantWatch(store, runtime, config.pool)
         self._server: Server | None = None
         self._registration: Registration | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -167,7 +168,7 @@ class WorkerApp:
             _LOG.warning("what runs here is not handed over", extra=fields(worker=self.worker_id, error=str(e)))
             return False
         others = (record for record in records if record.worker_id != self.worker_id and not record.is_leaving)
-        return any(record.computes == own.computes for record in others)
+        return any(record.pool == own.pool and record.computes == own.computes for record in others)
 
     def _set_leaving(self) -> None:
         self._leaving.set()
@@ -214,4 +215,6 @@ class WorkerApp:
             quantization=self._config.quantization,
             started_unix_s=self._started_unix_s,
             sampling_defaults=model.sampling_defaults,
+            pool=self._config.pool,
+            protocol=PROTOCOL,
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from manylora_shared.ids import DEFAULT_POOL, name_problem
 from manylora_shared.process.config import ConfigError, setting
 from manylora_shared.process.cores import num_cores
 from manylora_shared.process.settings import ServiceSettings
@@ -24,6 +25,7 @@ class WorkerConfig(ServiceSettings):
     """A manylora worker: one base model on one device, many adapters."""
 
     worker_id: str = setting("", "this worker's name; empty: one is drawn")
+    pool: str = setting(DEFAULT_POOL, "the pool that it joins: workers that compute the same, under one name")
     drain_s: float = setting(5.0, "how long running requests may go on after a SIGTERM", at_least=0)
 
     model: str = setting("", "Hugging Face folder of the base model, or its cached hub id")
@@ -86,6 +88,8 @@ class WorkerConfig(ServiceSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if problem := name_problem(self.pool):
+            raise ConfigError(f"--pool: {problem}")
         if not self.model:
             raise ConfigError("--model: must be set")
         if self.max_batch_tokens < self.sequence_slots:

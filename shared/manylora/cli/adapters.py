@@ -14,15 +14,15 @@ from manylora.client.adapter_documents import STORE_PREFIX
 from manylora.client.aio import Progress
 
 
-async def add(target: Target, tenant: str, name: str, path: str, *, as_json: bool) -> None:
+async def add(target: Target, tenant: str, name: str, path: str, *, pool: str, as_json: bool) -> None:
     async with target.client() as client:
         if path.startswith(STORE_PREFIX):
-            added = await client.adapters.add_from_store(tenant, name, path.removeprefix(STORE_PREFIX))
+            added = await client.adapters.add_from_store(tenant, name, path.removeprefix(STORE_PREFIX), pool=pool)
         elif "://" in path:
-            added = await client.adapters.add_from_source(tenant, name, path)
+            added = await client.adapters.add_from_source(tenant, name, path, pool=pool)
         else:
             with _progress(f"{tenant}/{name}") as on_progress:
-                added = await client.adapters.add(tenant, name, path, on_progress=on_progress)
+                added = await client.adapters.add(tenant, name, path, pool=pool, on_progress=on_progress)
     if as_json:
         print_json(added)
     else:
@@ -36,7 +36,7 @@ async def list_all(target: Target, tenant: str, *, as_json: bool) -> None:
     if as_json:
         print_json({"adapters": adapters})
     else:
-        columns = ("tenant", "adapter", "version", "digest", "rank", "size", "modules", "created")
+        columns = ("tenant", "adapter", "version", "digest", "rank", "size", "pool", "modules", "created")
         print_table(columns, [_row(a) for a in adapters], empty="there are no adapters")
 
 
@@ -78,6 +78,7 @@ def _row(adapter: AdapterInfo) -> tuple[object, ...]:
         adapter.version[:12],
         adapter.max_lora_rank,
         f"{adapter.size_bytes / 1e6:.2f} MB",
+        adapter.pool,
         ",".join(adapter.target_modules),
         created,
     )

@@ -52,6 +52,9 @@ class ServiceClass(enum.StrEnum):
 
 
 Composed = Annotated[str, typer.Option(help="NAME[@VERSION], or several: a+b:0.5; without one the base model answers.")]
+Model = Annotated[
+    str, typer.Option(help="A base model's name, or a pool's; default: the adapter's, or the policy's first.")
+]
 RequestClass = Annotated[ServiceClass | None, typer.Option("--class", help="Service class; default: the router's.")]
 
 
@@ -105,6 +108,7 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; `-` reads it from stdin.")] = None,
     tenant: Annotated[str, typer.Option(help="The tenant; a key that is bound to one needs no other.")] = "",
     adapter: Composed = "",
+    model: Model = "",
     qos_class: RequestClass = None,
     priority: Annotated[
         int | None, typer.Option(min=-100, max=100, help="Among the tenant's own requests; higher is sooner.")
@@ -141,8 +145,7 @@ def generate(
     """
     if timeout is not None and not timeout > 0:
         raise usage_error("--timeout: must be above 0")
-    if (prompt is None) == (token_ids is None):
-        raise usage_error("give either a PROMPT or --token-ids")
+    _one_prompt(prompt, token_ids)
     for option, given in (("--system", system), ("--prefill", prefill), ("--template-kwarg", template_kwarg)):
         if given and (raw or prompt is None):
             raise usage_error(f"{option}: needs a PROMPT, and goes by the chat template, so not with --raw")
@@ -156,6 +159,7 @@ def generate(
             else [_token_ids(token_ids or "")],
             tenant=tenant,
             adapter=adapter,
+            model=model,
             qos_class=qos_class.value if qos_class else "",
             priority=priority,
             timeout_s=timeout,
@@ -172,11 +176,17 @@ def generate(
     )
 
 
+def _one_prompt(prompt: str | None, token_ids: str | None) -> None:
+    if (prompt is None) == (token_ids is None):
+        raise usage_error("give either a PROMPT or --token-ids")
+
+
 @app.command()
 @with_sampling_options
 def chat(
     tenant: Annotated[str, typer.Option(help="The tenant; a key that is bound to one needs no other.")] = "",
     adapter: Composed = "",
+    model: Model = "",
     qos_class: RequestClass = None,
     system: Annotated[str | None, typer.Option(help="The system's message.")] = None,
     max_tokens: Annotated[int, typer.Option(min=0, max=MAX_TOKEN_ID, help="0: the router's default.")] = 0,
@@ -198,6 +208,7 @@ def chat(
         connect(server, key),
         chat.Talk(system, adapter),
         tenant=tenant,
+        model=model,
         qos_class=qos_class.value if qos_class else "",
         max_tokens=max_tokens,
         sampling=sampling,

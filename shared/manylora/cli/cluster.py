@@ -7,11 +7,12 @@ import dataclasses
 import signal
 import tempfile
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import typer
+from manylora_shared.ids import DEFAULT_POOL, name_problem
 from manylora_shared.stores.model_files import ModelNotFound, model_folder, model_name
 
 from manylora.cli.files import read_file
@@ -28,7 +29,7 @@ from manylora.cli.tenants import apply_documents, check_documents
 from manylora.client import Client
 from manylora.client.credentials import read_key
 from manylora.demo import BASE_FOLDER, BASE_NAME, measure
-from manylora.local.cluster import ClusterFailed, ClusterOptions, LocalCluster
+from manylora.local.cluster import ClusterFailed, ClusterOptions, LocalCluster, PoolModel
 
 DEMO_MODEL = "demo"
 DEMO_WORKERS = 2
@@ -52,6 +53,21 @@ def model_source(model: str) -> str:
 
 def name_of(model: str) -> str:
     return BASE_NAME if model == DEMO_MODEL else model_name(model_source(model))
+
+
+def pools_of(entries: Sequence[str]) -> tuple[PoolModel, ...]:
+    """Of NAME=MODEL each; what is none was called wrongly."""
+    found: dict[str, PoolModel] = {}
+    for entry in entries:
+        name, equals, model = entry.partition("=")
+        if not equals or not model:
+            raise usage_error(f"--pool: {entry!r} is not NAME=MODEL")
+        if problem := name_problem(name):
+            raise usage_error(f"--pool: {name!r} {problem}")
+        if name == DEFAULT_POOL or name in found:
+            raise usage_error(f"--pool: there is a pool {name} already")
+        found[name] = PoolModel(name, model_source(model), name_of(model))
+    return tuple(found.values())
 
 
 async def up(options: ClusterOptions, tenants_file: Path | None) -> None:

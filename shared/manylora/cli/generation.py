@@ -47,6 +47,7 @@ async def generate(
     *,
     tenant: str,
     adapter: str,
+    model: str,
     qos_class: str,
     priority: int | None,
     timeout_s: float | None,
@@ -64,6 +65,7 @@ async def generate(
             stream = client.generate(
                 prompt,
                 adapter=adapter,
+                model=model,
                 qos_class=qos_class,
                 priority=priority,
                 timeout_s=timeout_s,

@@ -19,6 +19,7 @@ from manylora.client import (
     NoisyNeighbour,
     OverloadStatus,
     PinStatus,
+    PoolStatus,
     QuarantineStatus,
     QuotaStatus,
     RolloutStatus,
@@ -91,6 +92,8 @@ def _print(status: ClusterStatus) -> None:
     else:  # a tenant's key: machines are not its to see
         write(f"scheduler  {'' if scheduler.reachable else 'not '}reachable\n")
         write(f"adapters   {status.adapters}\n\n")
+    if len(scheduler.pools) > 1:
+        _table(_POOLS, scheduler.pools)
     _table(_FLOWS, scheduler.flows)
     _print_overload(scheduler.overload)
     _table(_NEIGHBOURS, scheduler.neighbours)
@@ -194,6 +197,7 @@ _WORKERS: Columns[WorkerStatus] = (
     ("worker", lambda w: w.worker_id),
     ("address", lambda w: w.address),
     ("device", lambda w: w.device),
+    ("pool", lambda w: w.pool),
     ("state", state_of),
     ("running", lambda w: f"{w.running}/{w.sequence_slots}"),
     ("KV blocks free", lambda w: f"{w.kv_blocks_free}/{w.kv_blocks_total}"),
@@ -202,9 +206,18 @@ _WORKERS: Columns[WorkerStatus] = (
     ("mean cold start", _cold_starts),
     ("tokens", lambda w: w.generated_tokens),
 )
+_POOLS: Columns[PoolStatus] = (
+    ("pool", lambda p: p.pool),
+    ("base model", lambda p: p.base_model or "no worker yet"),
+    ("workers", lambda p: p.workers),
+    ("queued", lambda p: p.queued),
+    ("running", lambda p: p.running),
+    ("overload", lambda p: f"level {p.overload.level}"),
+)
 _FLOWS: Columns[FlowStatus] = (
     ("tenant", lambda f: f.tenant_id),
     ("class", lambda f: f.qos_class),
+    ("pool", lambda f: f.pool),
     ("queued", lambda f: f.queued),
     ("running", lambda f: f.running),
     ("oldest wait", lambda f: f"{f.oldest_wait_s:.1f} s"),

@@ -70,6 +70,7 @@ class GenerateOptions(TypedDict, total=False):
 
     tenant: str
     adapter: str
+    model: str
     qos_class: str
     priority: int | None
     max_tokens: int
@@ -138,34 +139,38 @@ class Adapters(AdapterDocuments):
         name: str,
         path: Path | str,
         *,
+        pool: str = "",
         on_progress: Progress | None = None,
         timeout_s: float = ADD_TIMEOUT_S,
     ) -> AdapterInfo:
-        """Uploads a PEFT folder, after the checks that need no server."""
+        """Uploads a PEFT folder, after the checks that need no server.
+
+        Args:
+            pool: for whose base model it is; empty: that of the name's other versions, else the policy's first.
+        """
         folder = AdapterFolder.open(Path(path))
         header = admin_pb2.AddAdapterHeader(
             tenant_id=tenant_id,
             name=name,
+            pool=pool,
             chat_template=folder.tokenizer.chat_template,
             added_tokens=folder.tokenizer.added_tokens,
         )
         return await self._add(header, folder, on_progress, timeout_s)
 
     async def add_from_store(
-        self, tenant_id: str, name: str, store_path: str, *, timeout_s: float = ADD_TIMEOUT_S
+        self, tenant_id: str, name: str, store_path: str, *, pool: str = "", timeout_s: float = ADD_TIMEOUT_S
     ) -> AdapterInfo:
         """store_path: a folder in the cluster's adapter store already, relative to its root."""
-        return await self._add(
-            admin_pb2.AddAdapterHeader(tenant_id=tenant_id, name=name, store_path=store_path), None, None, timeout_s
-        )
+        header = admin_pb2.AddAdapterHeader(tenant_id=tenant_id, name=name, store_path=store_path, pool=pool)
+        return await self._add(header, None, None, timeout_s)
 
     async def add_from_source(
-        self, tenant_id: str, name: str, source: str, *, timeout_s: float = ADD_TIMEOUT_S
+        self, tenant_id: str, name: str, source: str, *, pool: str = "", timeout_s: float = ADD_TIMEOUT_S
     ) -> AdapterInfo:
         """source: s3://BUCKET/PREFIX, https://HOST/PATH, hf://ORG/NAME[@REVISION], which a router reads."""
-        return await self._add(
-            admin_pb2.AddAdapterHeader(tenant_id=tenant_id, name=name, source=source), None, None, timeout_s
-        )
+        header = admin_pb2.AddAdapterHeader(tenant_id=tenant_id, name=name, source=source, pool=pool)
+        return await self._add(header, None, None, timeout_s)
 
     async def list(self, tenant_id: str = "", *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[AdapterInfo, ...]:
         request = admin_pb2.ListAdaptersRequest(tenant_id=tenant_id)
@@ -250,6 +255,7 @@ class Client:
         *,
         tenant: str = "",
         adapter: str = "",
+        model: str = "",
         qos_class: str = "",
         priority: int | None = None,
         max_tokens: int = 0,
@@ -271,6 +277,7 @@ class Client:
 
         Args:
             adapter: its name in the tenant's namespace; empty: the base model.
+            model: a base model's or a pool's name; empty: the adapter's, else the first pool of the tenant's policy.
             qos_class: interactive, standard or batch; empty: the server's default.
             max_tokens: per choice; 0: the server's default.
             constraint: of each choice's text.
@@ -290,12 +297,11 @@ class Client:
             stop_token_ids=stop_token_ids,
             ignore_eos=ignore_eos,
             n=n,
+            model=model,
         )
         if sampling is not None:
             request.sampling.CopyFrom(common_pb2.SamplingParams(**sampling.given()))
-        if constraint is not None:
-            refuse(constraint.violations())
-            request.constraint.CopyFrom(common_pb2.Constraint(**constraint.given()))
+        _set_constraint(request, constraint)
         set_prompt(request, prompt)
         set_chat_options(
             request,
@@ -374,6 +380,12 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _set_constraint(request: inference_pb2.GenerateRequest, constraint: Constraint | None) -> None:
+    if constraint is not None:
+        refuse(constraint.violations())
+        request.constraint.CopyFrom(common_pb2.Constraint(**constraint.given()))
 
 
 def _metadata(

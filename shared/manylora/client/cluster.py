@@ -13,6 +13,15 @@ class Models:
     max_context_tokens: int
     adapters: tuple[str, ...]
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # in force where a request sets nothing
+    pools: tuple[PoolModel, ...] = ()  # that a request may name; the first is the one above
+
+
+@dataclass(frozen=True)
+class PoolModel:
+    name: str  # by which a request asks for it
+    pool: str
+    base_model: str
+    max_context_tokens: int
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,7 @@ class AdapterInfo:
     retired_unix_s: float = 0.0  # 0: it can be asked for
     state: str = ""  # rejected or inconclusive: the quality gate's verdict, and nobody gets it
     report: str = ""  # its validation report's digest; empty: there is none
+    pool: str = "default"  # for whose base model it is
 
 
 @dataclass(frozen=True)
@@ -158,6 +168,7 @@ class FlowStatus:
     running: int
     oldest_wait_s: float
     served_cost: int
+    pool: str = "default"
 
 
 @dataclass(frozen=True)
@@ -265,6 +276,18 @@ class EtcdSpace:
 
 
 @dataclass(frozen=True)
+class PoolStatus:
+    """Workers that compute the same. An operator alone sees how many there are and what they do."""
+
+    pool: str
+    base_model: str  # empty: no worker of it was ever seen
+    workers: int  # that take requests
+    queued: int
+    running: int
+    overload: OverloadStatus
+
+
+@dataclass(frozen=True)
 class SchedulerStatus:
     reachable: bool
     address: str
@@ -277,6 +300,7 @@ class SchedulerStatus:
     adapters: tuple[TenantAdapters, ...]
     setbacks: tuple[TenantSetbacks, ...]  # an operator alone sees them
     etcd: EtcdSpace
+    pools: tuple[PoolStatus, ...] = ()  # a key of a tenant sees those of its policy
 
 
 @dataclass(frozen=True)
@@ -304,6 +328,7 @@ class WorkerStatus:
     cold_disk_s: float
     cold_store_s: float
     kept_out: str  # why the pool does not take it; empty where it does
+    pool: str = "default"
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ from manylora.client.cluster import (
     OverloadStatus,
     PinStatus,
     PolicyChange,
+    PoolModel,
+    PoolStatus,
     QuarantineStatus,
     QuotaStatus,
     RolloutFinding,
@@ -93,7 +95,8 @@ def _rollout_from(message: admin_pb2.AdapterRollout) -> AdapterRollout:
 
 def models_from(message: inference_pb2.ListModelsResponse) -> Models:
     defaults = _sampling_defaults(message.sampling_defaults)
-    return _scalars(Models, message, adapters=tuple(message.adapters), sampling_defaults=defaults)
+    pools = tuple(_scalars(PoolModel, pool) for pool in message.pools)
+    return _scalars(Models, message, adapters=tuple(message.adapters), sampling_defaults=defaults, pools=pools)
 
 
 def _sampling_defaults(message: common_pb2.SamplingParams) -> dict[str, float]:
@@ -129,6 +132,7 @@ def status_from(message: admin_pb2.GetStatusResponse) -> ClusterStatus:
                 for n in message.scheduler.neighbours
             ),
             etcd=_scalars(EtcdSpace, message.scheduler.etcd),
+            pools=tuple(_scalars(PoolStatus, p, overload=_overload_from(p.overload)) for p in message.scheduler.pools),
             kv=tuple(_scalars(TenantKv, kv) for kv in message.scheduler.kv),
             adapters=tuple(
                 _scalars(TenantAdapters, a, pins=tuple(_scalars(PinStatus, pin) for pin in a.pins))

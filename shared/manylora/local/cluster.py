@@ -20,6 +20,7 @@ from typing import Any, Self, TextIO
 
 from manylora_shared.coordination import binary, keys
 from manylora_shared.coordination.base import StoreUnavailable
+from manylora_shared.ids import DEFAULT_POOL
 from manylora_shared.process import config
 from manylora_shared.process.cores import num_cores
 from manylora_shared.process.settings import ServiceSettings
@@ -53,13 +54,23 @@ _SHARED_KV_CACHE_MB = 512  # of each worker, where several share a device
 
 
 @dataclass(frozen=True)
+class PoolModel:
+    """A further pool's."""
+
+    pool: str
+    model: Path | str
+    model_name: str
+
+
+@dataclass(frozen=True)
 class ClusterOptions:
     """What `manylora up` takes. Empty strings and None leave a setting to the service."""
 
     model: Path | str
     model_name: str
     data: Path
-    workers: int = 1
+    workers: int = 1  # of each pool
+    pools: tuple[PoolModel, ...] = ()  # besides the default one
     routers: int = 1
     device: str = "cpu"  # several, comma-separated, are dealt to the workers in turn
     port: int = 0  # of the first router
@@ -249,8 +260,8 @@ class LocalCluster:
         names = [SCHEDULER if i == 0 else f"{SCHEDULER}-{i}" for i in range(self.options.schedulers)]
         starting = [self._service(name, functools.partial(self._scheduler_command, name)) for name in names]
         starting += [
-            self._service(f"worker-{i}", functools.partial(self._worker_command, i), worker_environment())
-            for i in range(self.options.workers)
+            self._service(name, functools.partial(self._worker_command, i), worker_environment())
+            for i, (name, _) in enumerate(_workers(self.options))
         ]
         starting += [
             self._service(f"router-{i}", functools.partial(self._router_command, i))
@@ -341,15 +352,17 @@ class LocalCluster:
 
     def _worker_command(self, index: int, ready: Mapping[str, Any]) -> list[str]:
         options = self.options
+        name, pool = _workers(options)[index]
         devices = _devices(options)
         kv_cache_mb = options.kv_cache_mb
-        if kv_cache_mb is None and options.workers > len(devices):
+        if kv_cache_mb is None and len(_workers(options)) > len(devices):
             kv_cache_mb = _SHARED_KV_CACHE_MB  # a worker that is told nothing takes all that its GPU has left
         settings = {
-            "worker-id": f"worker-{index}",
-            "model": options.model,
-            "model-name": options.model_name,
-            "model-alias": ",".join(options.model_aliases),
+            "worker-id": name,
+            "pool": pool.pool,
+            "model": pool.model,
+            "model-name": pool.model_name,
+            "model-alias": ",".join(options.model_aliases) if pool.pool == DEFAULT_POOL else "",
             "device": devices[index % len(devices)],
             "dtype": options.dtype,
             "quantization": options.quantization,
@@ -378,6 +391,7 @@ class LocalCluster:
         settings = {
             "router-id": f"router-{index}",
             "model": str(self.options.model),
+            "pool-models": ",".join(f"{each.pool}={each.model}" for each in self.options.pools),
             "adapter-store": self.options.adapter_store or str(self.adapter_store),
             "adapter-store-access": self.options.adapter_store_access,
             "adapter-sources": self.options.adapter_sources,
@@ -441,9 +455,16 @@ def _devices(options: ClusterOptions) -> list[str]:
     return [d.strip() for d in options.device.split(",") if d.strip()] or ["auto"]
 
 
+def _workers(options: ClusterOptions) -> list[tuple[str, PoolModel]]:
+    """By their names."""
+    own = PoolModel(DEFAULT_POOL, options.model, options.model_name)
+    found = [(f"worker-{i}", own) for i in range(options.workers)]
+    return found + [(f"worker-{pool.pool}-{i}", pool) for pool in options.pools for i in range(options.workers)]
+
+
 def _threads(options: ClusterOptions, cores: int) -> int:
     """Of one process of a worker's engine."""
-    return options.threads or max(1, (cores - max(1, cores // 4)) // (options.workers * options.tensor_parallel))
+    return options.threads or max(1, (cores - max(1, cores // 4)) // (len(_workers(options)) * options.tensor_parallel))
 
 
 def worker_environment() -> Mapping[str, str]:
@@ -457,7 +478,7 @@ def _incomplete(status: ClusterStatus, options: ClusterOptions) -> str:
     if not status.scheduler.reachable:
         return "it does not reach the scheduler"
     connected = {w.worker_id for w in status.workers if w.connected}
-    missing = sorted({f"worker-{i}" for i in range(options.workers)} - connected)
+    missing = sorted({name for name, _ in _workers(options)} - connected)
     return f"the scheduler is not connected to {', '.join(missing)}" if missing else ""
 
 

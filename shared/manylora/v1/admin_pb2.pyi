@@ -175,7 +175,7 @@ class AddAdapterRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[AddAdapterHeader, _Mapping]] = ..., chunk: _Optional[_Union[FileChunk, _Mapping]] = ...) -> None: ...
 
 class AddAdapterHeader(_message.Message):
-    __slots__ = ("tenant_id", "name", "store_path", "chat_template", "added_tokens", "only_new", "source", "judge")
+    __slots__ = ("tenant_id", "name", "store_path", "chat_template", "added_tokens", "only_new", "source", "pool", "judge")
     class AddedTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -190,6 +190,7 @@ class AddAdapterHeader(_message.Message):
     ADDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ONLY_NEW_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     JUDGE_FIELD_NUMBER: _ClassVar[int]
     tenant_id: str
     name: str
@@ -198,8 +199,9 @@ class AddAdapterHeader(_message.Message):
     added_tokens: _containers.ScalarMap[str, int]
     only_new: bool
     source: str
+    pool: str
     judge: str
-    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., store_path: _Optional[str] = ..., chat_template: _Optional[str] = ..., added_tokens: _Optional[_Mapping[str, int]] = ..., only_new: _Optional[bool] = ..., source: _Optional[str] = ..., judge: _Optional[str] = ...) -> None: ...
+    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., store_path: _Optional[str] = ..., chat_template: _Optional[str] = ..., added_tokens: _Optional[_Mapping[str, int]] = ..., only_new: _Optional[bool] = ..., source: _Optional[str] = ..., pool: _Optional[str] = ..., judge: _Optional[str] = ...) -> None: ...
 
 class FileChunk(_message.Message):
     __slots__ = ("file_name", "data")
@@ -360,7 +362,7 @@ class VerifyAdaptersResponse(_message.Message):
     def __init__(self, adapter: _Optional[_Union[AdapterInfo, _Mapping]] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class AdapterInfo(_message.Message):
-    __slots__ = ("tenant_id", "name", "version", "max_lora_rank", "size_bytes", "target_modules", "created_unix_s", "number", "retired_unix_s", "state", "report")
+    __slots__ = ("tenant_id", "name", "version", "max_lora_rank", "size_bytes", "target_modules", "created_unix_s", "number", "retired_unix_s", "state", "report", "pool")
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -372,6 +374,7 @@ class AdapterInfo(_message.Message):
     RETIRED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     tenant_id: str
     name: str
     version: str
@@ -383,7 +386,8 @@ class AdapterInfo(_message.Message):
     retired_unix_s: float
     state: str
     report: str
-    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., max_lora_rank: _Optional[int] = ..., size_bytes: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., created_unix_s: _Optional[float] = ..., number: _Optional[int] = ..., retired_unix_s: _Optional[float] = ..., state: _Optional[str] = ..., report: _Optional[str] = ...) -> None: ...
+    pool: str
+    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., max_lora_rank: _Optional[int] = ..., size_bytes: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., created_unix_s: _Optional[float] = ..., number: _Optional[int] = ..., retired_unix_s: _Optional[float] = ..., state: _Optional[str] = ..., report: _Optional[str] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class RolloutAdapterRequest(_message.Message):
     __slots__ = ("tenant_id", "name", "to", "percent", "sticky", "auto")
@@ -726,7 +730,7 @@ class CircuitStatus(_message.Message):
     def __init__(self, tenant_id: _Optional[str] = ..., whole_tenant: _Optional[bool] = ..., adapter_version: _Optional[str] = ..., router_id: _Optional[str] = ..., half_open: _Optional[bool] = ..., retry_after_s: _Optional[float] = ..., openings: _Optional[int] = ...) -> None: ...
 
 class SchedulerStatus(_message.Message):
-    __slots__ = ("reachable", "address", "epoch", "flows", "quotas", "overload", "neighbours", "adapters", "setbacks", "kv", "etcd")
+    __slots__ = ("reachable", "address", "epoch", "flows", "quotas", "overload", "neighbours", "adapters", "setbacks", "kv", "etcd", "pools")
     REACHABLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -738,6 +742,7 @@ class SchedulerStatus(_message.Message):
     SETBACKS_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
     ETCD_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
     reachable: bool
     address: str
     epoch: int
@@ -749,7 +754,24 @@ class SchedulerStatus(_message.Message):
     setbacks: _containers.RepeatedCompositeFieldContainer[_status_pb2.TenantSetbacks]
     kv: _containers.RepeatedCompositeFieldContainer[TenantKv]
     etcd: EtcdSpace
-    def __init__(self, reachable: _Optional[bool] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowStatus, _Mapping]]] = ..., quotas: _Optional[_Iterable[_Union[QuotaStatus, _Mapping]]] = ..., overload: _Optional[_Union[OverloadStatus, _Mapping]] = ..., neighbours: _Optional[_Iterable[_Union[NoisyNeighbour, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[_status_pb2.TenantAdapters, _Mapping]]] = ..., setbacks: _Optional[_Iterable[_Union[_status_pb2.TenantSetbacks, _Mapping]]] = ..., kv: _Optional[_Iterable[_Union[TenantKv, _Mapping]]] = ..., etcd: _Optional[_Union[EtcdSpace, _Mapping]] = ...) -> None: ...
+    pools: _containers.RepeatedCompositeFieldContainer[PoolStatus]
+    def __init__(self, reachable: _Optional[bool] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowStatus, _Mapping]]] = ..., quotas: _Optional[_Iterable[_Union[QuotaStatus, _Mapping]]] = ..., overload: _Optional[_Union[OverloadStatus, _Mapping]] = ..., neighbours: _Optional[_Iterable[_Union[NoisyNeighbour, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[_status_pb2.TenantAdapters, _Mapping]]] = ..., setbacks: _Optional[_Iterable[_Union[_status_pb2.TenantSetbacks, _Mapping]]] = ..., kv: _Optional[_Iterable[_Union[TenantKv, _Mapping]]] = ..., etcd: _Optional[_Union[EtcdSpace, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ...) -> None: ...
+
+class PoolStatus(_message.Message):
+    __slots__ = ("pool", "base_model", "workers", "queued", "running", "overload")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    OVERLOAD_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    base_model: str
+    workers: int
+    queued: int
+    running: int
+    overload: OverloadStatus
+    def __init__(self, pool: _Optional[str] = ..., base_model: _Optional[str] = ..., workers: _Optional[int] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., overload: _Optional[_Union[OverloadStatus, _Mapping]] = ...) -> None: ...
 
 class EtcdSpace(_message.Message):
     __slots__ = ("used_bytes", "quota_bytes", "full")
@@ -772,7 +794,7 @@ class TenantKv(_message.Message):
     def __init__(self, tenant_id: _Optional[str] = ..., device_bytes: _Optional[int] = ..., most_bytes: _Optional[int] = ...) -> None: ...
 
 class FlowStatus(_message.Message):
-    __slots__ = ("tenant_id", "qos_class", "queued", "running", "oldest_wait_s", "served_cost", "weight", "debt_cost")
+    __slots__ = ("tenant_id", "qos_class", "queued", "running", "oldest_wait_s", "served_cost", "weight", "debt_cost", "pool")
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     QOS_CLASS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
@@ -781,6 +803,7 @@ class FlowStatus(_message.Message):
     SERVED_COST_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     DEBT_COST_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     tenant_id: str
     qos_class: _common_pb2.QosClass
     queued: int
@@ -789,7 +812,8 @@ class FlowStatus(_message.Message):
     served_cost: int
     weight: int
     debt_cost: int
-    def __init__(self, tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., oldest_wait_s: _Optional[float] = ..., served_cost: _Optional[int] = ..., weight: _Optional[int] = ..., debt_cost: _Optional[int] = ...) -> None: ...
+    pool: str
+    def __init__(self, tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., oldest_wait_s: _Optional[float] = ..., served_cost: _Optional[int] = ..., weight: _Optional[int] = ..., debt_cost: _Optional[int] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class OverloadStatus(_message.Message):
     __slots__ = ("level", "rung", "classes", "tenants")
@@ -869,7 +893,7 @@ class QuotaStatus(_message.Message):
     def __init__(self, tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., requests: _Optional[int] = ..., leased_tokens: _Optional[int] = ..., settled_tokens: _Optional[int] = ..., level_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "address", "device", "connected", "draining", "sequence_slots", "running", "kv_blocks_total", "kv_blocks_free", "adapters_on_device", "adapters_on_host", "counters", "kept_out", "kv_block_bytes", "device_adapter_bytes", "tenants")
+    __slots__ = ("worker_id", "address", "device", "connected", "draining", "sequence_slots", "running", "kv_blocks_total", "kv_blocks_free", "adapters_on_device", "adapters_on_host", "counters", "kept_out", "kv_block_bytes", "device_adapter_bytes", "tenants", "pool")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -886,6 +910,7 @@ class WorkerStatus(_message.Message):
     KV_BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     DEVICE_ADAPTER_BYTES_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     address: str
     device: str
@@ -902,7 +927,8 @@ class WorkerStatus(_message.Message):
     kv_block_bytes: int
     device_adapter_bytes: int
     tenants: _containers.RepeatedCompositeFieldContainer[WorkerTenant]
-    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., device: _Optional[str] = ..., connected: _Optional[bool] = ..., draining: _Optional[bool] = ..., sequence_slots: _Optional[int] = ..., running: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., adapters_on_device: _Optional[int] = ..., adapters_on_host: _Optional[int] = ..., counters: _Optional[_Union[_status_pb2.WorkerCounters, _Mapping]] = ..., kept_out: _Optional[str] = ..., kv_block_bytes: _Optional[int] = ..., device_adapter_bytes: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[WorkerTenant, _Mapping]]] = ...) -> None: ...
+    pool: str
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., device: _Optional[str] = ..., connected: _Optional[bool] = ..., draining: _Optional[bool] = ..., sequence_slots: _Optional[int] = ..., running: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., adapters_on_device: _Optional[int] = ..., adapters_on_host: _Optional[int] = ..., counters: _Optional[_Union[_status_pb2.WorkerCounters, _Mapping]] = ..., kept_out: _Optional[str] = ..., kv_block_bytes: _Optional[int] = ..., device_adapter_bytes: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[WorkerTenant, _Mapping]]] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class WorkerTenant(_message.Message):
     __slots__ = ("tenant_id", "kv_bytes", "adapter_bytes")

@@ -26,7 +26,7 @@ from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from manylora.v1 import common_pb2 as manylora_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bmanylora/v1/inference.proto\x12\x0bmanylora.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x18manylora/v1/common.proto\"L\n\x13GiveFeedbackRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05score\x18\x02 \x01(\x01\x12\x12\n\nlocal_only\x18\x03 \x01(\x08\"8\n\x14GiveFeedbackResponse\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\t\x12\x0f\n\x07\x63ounted\x18\x02 \x01(\x08\"\xa1\x03\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.manylora.v1.TokenIdsH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.manylora.v1.ChatPromptH\x00\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.manylora.v1.SamplingParams\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\t\n\x01n\x18\t \x01(\r\x12\x30\n\nconstraint\x18\n \x01(\x0b\x32\x17.manylora.v1.ConstraintH\x01\x88\x01\x01\x12\x11\n\tresumable\x18\x0b \x01(\x08\x12\x0e\n\x06keep_s\x18\x0c \x01(\r\x12(\n\x06resume\x18\r \x01(\x0b\x32\x13.manylora.v1.ResumeH\x02\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_constraintB\t\n\x07_resume\"R\n\x06Resume\x12\r\n\x05token\x18\x01 \x01(\t\x12\x12\n\nnext_frame\x18\x02 \x01(\x04\x12%\n\x07\x65mitted\x18\x03 \x03(\x0b\x32\x14.manylora.v1.Emitted\"9\n\x07\x45mitted\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x17\n\x0ftext_characters\x18\x02 \x01(\r\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\xcd\x01\n\nChatPrompt\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.manylora.v1.ChatMessage\x12\x1e\n\x16\x63ontinue_final_message\x18\x02 \x01(\x08\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x35\n\x14\x63hat_template_kwargs\x18\x04 \x01(\x0b\x32\x17.google.protobuf.StructB\x18\n\x16_add_generation_prompt\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xcc\x01\n\x10GenerateResponse\x12\r\n\x05\x66rame\x18\x01 \x01(\x04\x12%\n\x07started\x18\x02 \x01(\x0b\x32\x14.manylora.v1.Started\x12\x36\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x1d.manylora.v1.PositionLogprobs\x12!\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x12.manylora.v1.Delta\x12\'\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x15.manylora.v1.Finished\"\xbd\x01\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x17\n\x0f\x61\x64\x61pter_version\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12,\n\x08\x64\x65graded\x18\x05 \x01(\x0b\x32\x15.manylora.v1.DegradedH\x00\x88\x01\x01\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\t\x12\x14\n\x0cresume_token\x18\x07 \x01(\tB\x0b\n\t_degraded\"P\n\x08\x44\x65graded\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x18\n\x10\x61sked_max_tokens\x18\x02 \x01(\r\x12\x16\n\x0eoverload_level\x18\x03 \x01(\r\"\x85\x01\n\x05\x44\x65lta\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x0c\n\x04text\x18\x04 \x01(\t\x12/\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1d.manylora.v1.PositionLogprobs\"\xf2\x01\n\x08\x46inished\x12%\n\x07outcome\x18\x01 \x01(\x0e\x32\x14.manylora.v1.Outcome\x12\'\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x16.manylora.v1.ChoiceEnd\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.manylora.v1.Usage\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.manylora.v1.Timings\x12\x11\n\tworker_id\x18\x05 \x01(\t\x12,\n\x08\x64\x65graded\x18\x06 \x01(\x0b\x32\x15.manylora.v1.DegradedH\x00\x88\x01\x01\x42\x0b\n\t_degraded\"\xa5\x01\n\tChoiceEnd\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.manylora.v1.FinishReason\x12\x18\n\x0bstop_string\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x01\x88\x01\x01\x42\x0e\n\x0c_stop_stringB\x10\n\x0e_stop_token_id\"\x13\n\x11ListModelsRequest\"\x8e\x01\n\x12ListModelsResponse\x12\x12\n\nbase_model\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x10\n\x08\x61\x64\x61pters\x18\x03 \x03(\t\x12\x36\n\x11sampling_defaults\x18\x04 \x01(\x0b\x32\x1b.manylora.v1.SamplingParams2\x81\x02\n\x10InferenceService\x12I\n\x08Generate\x12\x1c.manylora.v1.GenerateRequest\x1a\x1d.manylora.v1.GenerateResponse0\x01\x12M\n\nListModels\x12\x1e.manylora.v1.ListModelsRequest\x1a\x1f.manylora.v1.ListModelsResponse\x12S\n\x0cGiveFeedback\x12 .manylora.v1.GiveFeedbackRequest\x1a!.manylora.v1.GiveFeedbackResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bmanylora/v1/inference.proto\x12\x0bmanylora.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x18manylora/v1/common.proto\"L\n\x13GiveFeedbackRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05score\x18\x02 \x01(\x01\x12\x12\n\nlocal_only\x18\x03 \x01(\x08\"8\n\x14GiveFeedbackResponse\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\t\x12\x0f\n\x07\x63ounted\x18\x02 \x01(\x08\"\xb0\x03\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.manylora.v1.TokenIdsH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.manylora.v1.ChatPromptH\x00\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.manylora.v1.SamplingParams\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\t\n\x01n\x18\t \x01(\r\x12\x30\n\nconstraint\x18\n \x01(\x0b\x32\x17.manylora.v1.ConstraintH\x01\x88\x01\x01\x12\x11\n\tresumable\x18\x0b \x01(\x08\x12\x0e\n\x06keep_s\x18\x0c \x01(\r\x12\r\n\x05model\x18\x0e \x01(\t\x12(\n\x06resume\x18\r \x01(\x0b\x32\x13.manylora.v1.ResumeH\x02\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_constraintB\t\n\x07_resume\"R\n\x06Resume\x12\r\n\x05token\x18\x01 \x01(\t\x12\x12\n\nnext_frame\x18\x02 \x01(\x04\x12%\n\x07\x65mitted\x18\x03 \x03(\x0b\x32\x14.manylora.v1.Emitted\"9\n\x07\x45mitted\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x17\n\x0ftext_characters\x18\x02 \x01(\r\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\xcd\x01\n\nChatPrompt\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.manylora.v1.ChatMessage\x12\x1e\n\x16\x63ontinue_final_message\x18\x02 \x01(\x08\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x35\n\x14\x63hat_template_kwargs\x18\x04 \x01(\x0b\x32\x17.google.protobuf.StructB\x18\n\x16_add_generation_prompt\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xcc\x01\n\x10GenerateResponse\x12\r\n\x05\x66rame\x18\x01 \x01(\x04\x12%\n\x07started\x18\x02 \x01(\x0b\x32\x14.manylora.v1.Started\x12\x36\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x1d.manylora.v1.PositionLogprobs\x12!\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x12.manylora.v1.Delta\x12\'\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x15.manylora.v1.Finished\"\xbd\x01\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x17\n\x0f\x61\x64\x61pter_version\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12,\n\x08\x64\x65graded\x18\x05 \x01(\x0b\x32\x15.manylora.v1.DegradedH\x00\x88\x01\x01\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\t\x12\x14\n\x0cresume_token\x18\x07 \x01(\tB\x0b\n\t_degraded\"P\n\x08\x44\x65graded\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x18\n\x10\x61sked_max_tokens\x18\x02 \x01(\r\x12\x16\n\x0eoverload_level\x18\x03 \x01(\r\"\x85\x01\n\x05\x44\x65lta\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x0c\n\x04text\x18\x04 \x01(\t\x12/\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1d.manylora.v1.PositionLogprobs\"\xf2\x01\n\x08\x46inished\x12%\n\x07outcome\x18\x01 \x01(\x0e\x32\x14.manylora.v1.Outcome\x12\'\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x16.manylora.v1.ChoiceEnd\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.manylora.v1.Usage\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.manylora.v1.Timings\x12\x11\n\tworker_id\x18\x05 \x01(\t\x12,\n\x08\x64\x65graded\x18\x06 \x01(\x0b\x32\x15.manylora.v1.DegradedH\x00\x88\x01\x01\x42\x0b\n\t_degraded\"\xa5\x01\n\tChoiceEnd\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.manylora.v1.FinishReason\x12\x18\n\x0bstop_string\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x01\x88\x01\x01\x42\x0e\n\x0c_stop_stringB\x10\n\x0e_stop_token_id\"\x13\n\x11ListModelsRequest\"\xb5\x01\n\x12ListModelsResponse\x12\x12\n\nbase_model\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x10\n\x08\x61\x64\x61pters\x18\x03 \x03(\t\x12\x36\n\x11sampling_defaults\x18\x04 \x01(\x0b\x32\x1b.manylora.v1.SamplingParams\x12%\n\x05pools\x18\x05 \x03(\x0b\x32\x16.manylora.v1.PoolModel\"W\n\tPoolModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x12\n\nbase_model\x18\x03 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x04 \x01(\r2\x81\x02\n\x10InferenceService\x12I\n\x08Generate\x12\x1c.manylora.v1.GenerateRequest\x1a\x1d.manylora.v1.GenerateResponse0\x01\x12M\n\nListModels\x12\x1e.manylora.v1.ListModelsRequest\x1a\x1f.manylora.v1.ListModelsResponse\x12S\n\x0cGiveFeedback\x12 .manylora.v1.GiveFeedbackRequest\x1a!.manylora.v1.GiveFeedbackResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,33 +44,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GIVEFEEDBACKRESPONSE']._serialized_start=178
   _globals['_GIVEFEEDBACKRESPONSE']._serialized_end=234
   _globals['_GENERATEREQUEST']._serialized_start=237
-  _globals['_GENERATEREQUEST']._serialized_end=654
-  _globals['_RESUME']._serialized_start=656
-  _globals['_RESUME']._serialized_end=738
-  _globals['_EMITTED']._serialized_start=740
-  _globals['_EMITTED']._serialized_end=797
-  _globals['_TOKENIDS']._serialized_start=799
-  _globals['_TOKENIDS']._serialized_end=826
-  _globals['_CHATPROMPT']._serialized_start=829
-  _globals['_CHATPROMPT']._serialized_end=1034
-  _globals['_CHATMESSAGE']._serialized_start=1036
-  _globals['_CHATMESSAGE']._serialized_end=1080
-  _globals['_GENERATERESPONSE']._serialized_start=1083
-  _globals['_GENERATERESPONSE']._serialized_end=1287
-  _globals['_STARTED']._serialized_start=1290
-  _globals['_STARTED']._serialized_end=1479
-  _globals['_DEGRADED']._serialized_start=1481
-  _globals['_DEGRADED']._serialized_end=1561
-  _globals['_DELTA']._serialized_start=1564
-  _globals['_DELTA']._serialized_end=1697
-  _globals['_FINISHED']._serialized_start=1700
-  _globals['_FINISHED']._serialized_end=1942
-  _globals['_CHOICEEND']._serialized_start=1945
-  _globals['_CHOICEEND']._serialized_end=2110
-  _globals['_LISTMODELSREQUEST']._serialized_start=2112
-  _globals['_LISTMODELSREQUEST']._serialized_end=2131
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2134
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2276
-  _globals['_INFERENCESERVICE']._serialized_start=2279
-  _globals['_INFERENCESERVICE']._serialized_end=2536
+  _globals['_GENERATEREQUEST']._serialized_end=669
+  _globals['_RESUME']._serialized_start=671
+  _globals['_RESUME']._serialized_end=753
+  _globals['_EMITTED']._serialized_start=755
+  _globals['_EMITTED']._serialized_end=812
+  _globals['_TOKENIDS']._serialized_start=814
+  _globals['_TOKENIDS']._serialized_end=841
+  _globals['_CHATPROMPT']._serialized_start=844
+  _globals['_CHATPROMPT']._serialized_end=1049
+  _globals['_CHATMESSAGE']._serialized_start=1051
+  _globals['_CHATMESSAGE']._serialized_end=1095
+  _globals['_GENERATERESPONSE']._serialized_start=1098
+  _globals['_GENERATERESPONSE']._serialized_end=1302
+  _globals['_STARTED']._serialized_start=1305
+  _globals['_STARTED']._serialized_end=1494
+  _globals['_DEGRADED']._serialized_start=1496
+  _globals['_DEGRADED']._serialized_end=1576
+  _globals['_DELTA']._serialized_start=1579
+  _globals['_DELTA']._serialized_end=1712
+  _globals['_FINISHED']._serialized_start=1715
+  _globals['_FINISHED']._serialized_end=1957
+  _globals['_CHOICEEND']._serialized_start=1960
+  _globals['_CHOICEEND']._serialized_end=2125
+  _globals['_LISTMODELSREQUEST']._serialized_start=2127
+  _globals['_LISTMODELSREQUEST']._serialized_end=2146
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2149
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2330
+  _globals['_POOLMODEL']._serialized_start=2332
+  _globals['_POOLMODEL']._serialized_end=2419
+  _globals['_INFERENCESERVICE']._serialized_start=2422
+  _globals['_INFERENCESERVICE']._serialized_end=2679
 # @@protoc_insertion_point(module_scope)

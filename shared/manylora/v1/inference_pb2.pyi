@@ -27,7 +27,7 @@ class GiveFeedbackResponse(_message.Message):
     def __init__(self, adapter: _Optional[str] = ..., counted: _Optional[bool] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "chat", "max_tokens", "sampling", "stop", "stop_token_ids", "ignore_eos", "n", "constraint", "resumable", "keep_s", "resume")
+    __slots__ = ("text", "token_ids", "chat", "max_tokens", "sampling", "stop", "stop_token_ids", "ignore_eos", "n", "constraint", "resumable", "keep_s", "model", "resume")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class GenerateRequest(_message.Message):
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     RESUMABLE_FIELD_NUMBER: _ClassVar[int]
     KEEP_S_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
@@ -53,8 +54,9 @@ class GenerateRequest(_message.Message):
     constraint: _common_pb2.Constraint
     resumable: bool
     keep_s: int
+    model: str
     resume: Resume
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., n: _Optional[int] = ..., constraint: _Optional[_Union[_common_pb2.Constraint, _Mapping]] = ..., resumable: _Optional[bool] = ..., keep_s: _Optional[int] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ...) -> None: ...
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., n: _Optional[int] = ..., constraint: _Optional[_Union[_common_pb2.Constraint, _Mapping]] = ..., resumable: _Optional[bool] = ..., keep_s: _Optional[int] = ..., model: _Optional[str] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("token", "next_frame", "emitted")
@@ -189,13 +191,27 @@ class ListModelsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListModelsResponse(_message.Message):
-    __slots__ = ("base_model", "max_context_tokens", "adapters", "sampling_defaults")
+    __slots__ = ("base_model", "max_context_tokens", "adapters", "sampling_defaults", "pools")
     BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
     base_model: str
     max_context_tokens: int
     adapters: _containers.RepeatedScalarFieldContainer[str]
     sampling_defaults: _common_pb2.SamplingParams
-    def __init__(self, base_model: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., sampling_defaults: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
+    pools: _containers.RepeatedCompositeFieldContainer[PoolModel]
+    def __init__(self, base_model: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., sampling_defaults: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolModel, _Mapping]]] = ...) -> None: ...
+
+class PoolModel(_message.Message):
+    __slots__ = ("name", "pool", "base_model", "max_context_tokens")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    pool: str
+    base_model: str
+    max_context_tokens: int
+    def __init__(self, name: _Optional[str] = ..., pool: _Optional[str] = ..., base_model: _Optional[str] = ..., max_context_tokens: _Optional[int] = ...) -> None: ...

@@ -67,10 +67,12 @@ class Settled(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class Refused(_message.Message):
-    __slots__ = ("flows",)
+    __slots__ = ("flows", "pool")
     FLOWS_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     flows: _containers.RepeatedCompositeFieldContainer[FlowRefusals]
-    def __init__(self, flows: _Optional[_Iterable[_Union[FlowRefusals, _Mapping]]] = ...) -> None: ...
+    pool: str
+    def __init__(self, flows: _Optional[_Iterable[_Union[FlowRefusals, _Mapping]]] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class FlowRefusals(_message.Message):
     __slots__ = ("tenant_id", "qos_class", "requests")
@@ -143,7 +145,7 @@ class VersionCounts(_message.Message):
     def __init__(self, completed: _Optional[int] = ..., failed: _Optional[int] = ..., cut: _Optional[int] = ..., cold: _Optional[_Mapping[int, int]] = ..., warm: _Optional[_Mapping[int, int]] = ..., token: _Optional[_Mapping[int, int]] = ..., scores: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class Enqueue(_message.Message):
-    __slots__ = ("request_id", "tenant_id", "qos_class", "priority", "adapter_uid", "prompt_tokens", "max_new_tokens", "sequences", "timeout_s", "traceparent", "adapter_id", "resumed")
+    __slots__ = ("request_id", "tenant_id", "qos_class", "priority", "adapter_uid", "prompt_tokens", "max_new_tokens", "sequences", "timeout_s", "traceparent", "adapter_id", "resumed", "pool")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     QOS_CLASS_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +158,7 @@ class Enqueue(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tenant_id: str
     qos_class: _common_pb2.QosClass
@@ -168,7 +171,8 @@ class Enqueue(_message.Message):
     traceparent: str
     adapter_id: str
     resumed: bool
-    def __init__(self, request_id: _Optional[str] = ..., tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., priority: _Optional[int] = ..., adapter_uid: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., sequences: _Optional[int] = ..., timeout_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., adapter_id: _Optional[str] = ..., resumed: _Optional[bool] = ...) -> None: ...
+    pool: str
+    def __init__(self, request_id: _Optional[str] = ..., tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., priority: _Optional[int] = ..., adapter_uid: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., sequences: _Optional[int] = ..., timeout_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., adapter_id: _Optional[str] = ..., resumed: _Optional[bool] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class Withdraw(_message.Message):
     __slots__ = ("request_id",)
@@ -253,16 +257,18 @@ class QuotaBreach(_message.Message):
     def __init__(self, quota: _Optional[str] = ..., tenant_id: _Optional[str] = ..., limit: _Optional[int] = ..., description: _Optional[str] = ...) -> None: ...
 
 class Overload(_message.Message):
-    __slots__ = ("level", "tenants", "limit_shares", "crowded")
+    __slots__ = ("level", "tenants", "limit_shares", "crowded", "pool")
     LEVEL_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     LIMIT_SHARES_FIELD_NUMBER: _ClassVar[int]
     CROWDED_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     level: int
     tenants: _containers.RepeatedCompositeFieldContainer[TenantOverload]
     limit_shares: float
     crowded: bool
-    def __init__(self, level: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantOverload, _Mapping]]] = ..., limit_shares: _Optional[float] = ..., crowded: _Optional[bool] = ...) -> None: ...
+    pool: str
+    def __init__(self, level: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantOverload, _Mapping]]] = ..., limit_shares: _Optional[float] = ..., crowded: _Optional[bool] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class TenantOverload(_message.Message):
     __slots__ = ("tenant_id", "level", "interactive_shares", "standard_shares", "batch_shares", "limit_shares")

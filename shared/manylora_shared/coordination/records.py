@@ -17,6 +17,7 @@ from typing import Any, Self
 from manylora_shared.address import parse_address
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import KeyValue
+from manylora_shared.ids import DEFAULT_POOL, name_problem
 from manylora_shared.tenancy.adapter_line import AdapterVersion, Line, LineEvent, Rollout
 
 _MAX_COUNT = (1 << 31) - 1
@@ -131,17 +132,22 @@ class WorkerRecord(_JsonRecord):
     started_unix_s: float = 0.0  # by its own clock; stays when it registers again
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # of the model, by their names in Sampling
     is_leaving: bool = False  # it takes no request any more
+    pool: str = DEFAULT_POOL
+    protocol: int = 1  # of an earlier version's worker
 
     def __post_init__(self) -> None:
         parse_address(self.address)
+        if problem := name_problem(self.pool):
+            raise ValueError(f"WorkerRecord.pool: {problem}")
 
     @property
     def key(self) -> str:
         return keys.worker(self.worker_id)
 
     @property
-    def computes(self) -> tuple[str, str, str]:
-        return self.model_digest, self.dtype, self.quantization
+    def computes(self) -> tuple[str, str, str, int]:
+        """What all workers of a pool have alike."""
+        return self.model_digest, self.dtype, self.quantization, self.protocol
 
 
 @dataclass(frozen=True)
@@ -207,6 +213,8 @@ class AdapterRecord(_JsonRecord):
     others: tuple[AdapterVersion, ...] = ()
     rollouts: tuple[Rollout, ...] = ()
     events: tuple[LineEvent, ...] = ()
+    pool: str = DEFAULT_POOL
+    base_digest: str = ""
 
     @property
     def key(self) -> str:
@@ -223,6 +231,8 @@ class AdapterRecord(_JsonRecord):
             self.created_unix_s,
             state=self.state,
             report=self.report,
+            pool=self.pool,
+            base_digest=self.base_digest,
         )
         return Line(first, self.others, self.rollouts, self.events)
 
@@ -243,6 +253,8 @@ class AdapterRecord(_JsonRecord):
             number=version.number,
             state=version.state,
             report=version.report,
+            pool=version.pool,
+            base_digest=version.base_digest,
         )
 
 

@@ -51,6 +51,7 @@ class Attribute:
     KV_SWAPPED = "manylora.kv.swapped"
     KV_EVICTED = "manylora.kv.evicted"
     REASON = "manylora.reason"
+    POOL = "manylora.pool"
     TIER = "manylora.tier"
     ENGINE = "manylora.engine"
     MODEL = "gen_ai.request.model"

@@ -19,6 +19,7 @@ LABELS: Mapping[str, str] = {
     Attribute.OUTCOME: "outcome",
     Attribute.REASON: "reason",
     Attribute.TIER: "tier",
+    Attribute.POOL: "pool",
     Attribute.STAGE: "stage",
     Attribute.KIND: "kind",
     Attribute.VERDICT: "verdict",
@@ -214,7 +215,7 @@ class Metrics:
         otlp="manylora.event_loop_tasks",
     )
 
-    # of the scheduler; of one that stands by only LEADING and ETCD_USED_PART
+    # of the scheduler; of one that stands by only LEADING, KEPT_OUT_WORKERS and ETCD_USED_PART
     LEADING = Metric("scheduler_leading", "gauge", "scheduler", "1: it leads", otlp="manylora.scheduler.leading")
     OVERLOAD_LEVEL = _from_otlp("manylora.overload.level", "gauge", "scheduler", "Level of the ladder")
     OVERLOAD_TENANTS = _from_otlp(
@@ -245,6 +246,14 @@ class Metrics:
         "scheduler",
         "Workers whose stream stands",
         otlp="manylora.scheduler.connected_workers",
+    )
+    KEPT_OUT_WORKERS = Metric(
+        "manylora_kept_out_workers",
+        "gauge",
+        "scheduler",
+        "Registered workers that their pool does not take: they compute something else",
+        (Attribute.POOL,),
+        otlp="manylora.kept_out_workers",
     )
     ETCD_USED_PART = _from_otlp("manylora.etcd.used_part", "gauge", "scheduler", "Used part of etcd's quota")
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Self
 
+from manylora_shared.ids import DEFAULT_POOL
 from manylora_shared.tenancy.trial import Decision, Plan, Progress, Verdict, begun
 
 MAX_VERSIONS = 32  # of a name that can be asked for
@@ -53,6 +54,8 @@ class AdapterVersion:
     retired_unix_s: float = 0.0  # 0: it can be asked for
     state: str = ""  # rejected or inconclusive: the gate's verdict, for which nobody gets it
     report: str = ""  # its validation report's digest; empty: there is none
+    pool: str = DEFAULT_POOL  # for whose base model it was made
+    base_digest: str = ""  # of that model; empty: an earlier version of manylora took it in
 
     @property
     def is_served(self) -> bool:
@@ -148,6 +151,8 @@ class Line:
         known = next((each for each in self.served if each.uid == version.uid), None)
         if known is not None:
             return self, known
+        if version.pool != self.in_force.pool:
+            raise LineProblem("pool", f"is {version.pool}; the other versions are of pool {self.in_force.pool}")
         if version.is_served and len(self.served) >= MAX_VERSIONS:
             raise LineProblem("name", f"has {MAX_VERSIONS} versions, as many as a name may have: retire some")
         new = replace(version, number=self.versions[-1].number + 1)

@@ -15,7 +15,16 @@ from typing import Any, TypeVar
 import yaml
 
 from manylora_shared.errors import MAX_SHOWN, FieldViolation, InvalidRequest, shown
-from manylora_shared.ids import AdapterDigest, AdapterName, AdapterUid, QosClass, TenantId, adapter_uid, name_problem
+from manylora_shared.ids import (
+    DEFAULT_POOL,
+    AdapterDigest,
+    AdapterName,
+    AdapterUid,
+    QosClass,
+    TenantId,
+    adapter_uid,
+    name_problem,
+)
 from manylora_shared.tenancy.adapter_gate import MAX_ANSWER_TOKENS, MAX_TIMEOUT_S, GateRule, Judge
 
 DEFAULT_WEIGHTS: Mapping[QosClass, int] = {QosClass.INTERACTIVE: 4, QosClass.STANDARD: 2, QosClass.BATCH: 1}
@@ -24,6 +33,7 @@ MAX_LIMIT_TOKENS = 1 << 30
 MAX_RATE = 1_000_000_000
 MAX_KV_MB = 1 << 30
 MAX_PINS = 256
+MAX_POOLS = 16
 MAX_TTFT_MS = 3_600_000
 MIN_AVAILABILITY = 0.5
 MAX_RETENTION_DAYS = 36_500
@@ -127,6 +137,7 @@ class TenantPolicy:
     cache_group: str | None = None  # tenants whose policies name the same group share what is cached
     share_copies: bool = False  # of adapters, with the other tenants whose policies say so
     adapter_gate: GateRule | None = None  # what a new version of an adapter must pass
+    pools: tuple[str, ...] = (DEFAULT_POOL,)  # that it may use; the first is where a request goes that names none
 
     def weight(self, qos_class: QosClass) -> int:
         return self.classes[qos_class].weight
@@ -161,6 +172,8 @@ class TenantPolicy:
             lines += ["  gate:", *_given(self.adapter_gate, "    ")]
         if self.cache_group is not None:
             lines += ["prefix_cache:", f'  group: "{self.cache_group}"']
+        if self.pools != (DEFAULT_POOL,):
+            lines.append(f"pools: [{', '.join(_scalar(pool) for pool in self.pools)}]")
         if self.security != TenantSecurity():
             lines += ["security:", *_given(self.security, "  ")]
         return "\n".join(lines) + "\n"
@@ -268,6 +281,7 @@ class _Reader:
         share_copies: list[bool | None] = []
         gates: list[GateRule | None] = []
         security: dict[str, Any] = {}
+        pools: list[str] = []
         readers: dict[str, _Read] = {
             "tenant_id": lambda path, node: tenant_id.append(self._name(path, node)),
             "classes": lambda path, node: self._classes(path, node, classes),
@@ -275,6 +289,7 @@ class _Reader:
             "adapters": lambda path, node: self._adapters(path, node, pins, share_copies, gates),
             "prefix_cache": lambda path, node: self._prefix_cache(path, node, cache_group),
             "security": lambda path, node: self._security(path, node, security),
+            "pools": lambda path, node: self._names(path, node, pools, "pools", MAX_POOLS, 1),
         }
         found = self._mapping("", root, readers)
         if found is not None and "tenant_id" not in found:
@@ -293,6 +308,7 @@ class _Reader:
             adapter_gate=_only(gates),
             security=TenantSecurity(**security),
             cache_group=_only(cache_group),
+            pools=tuple(pools) or (DEFAULT_POOL,),
         )
 
     def _check_quotas(self, quotas: Mapping[str, tuple[int, yaml.Node]]) -> None:
@@ -356,6 +372,24 @@ class _Reader:
             self._add(path, node, f"needs one of the keys {', '.join(readers)}")
         return Slo(_only(ttft), _only(availability)) if ttft or availability else None
 
+    def _names(self, path: str, node: yaml.Node, names: list[str], what: str, most: int, least: int = 0) -> None:
+        if not isinstance(node, yaml.SequenceNode):
+            self._add(path, node, f"must be a list of {what}' names")
+            return
+        if not least <= len(node.value) <= most:
+            bound = f"more than {most}" if node.value else "and at least one is needed"
+            self._add(path, node, f"has {len(node.value)} names, {bound}")
+            return
+        for index, item in enumerate(node.value):
+            if not isinstance(item, yaml.ScalarNode):
+                self._add(f"{path}[{index}]", item, f"must be one of the {what}' names")
+            elif problem := name_problem(item.value):
+                self._add(f"{path}[{index}]", item, f"{shown(item.value)} {problem}" if item.value else problem)
+            elif item.value in names:
+                self._add(f"{path}[{index}]", item, f"{item.value} is given twice")
+            else:
+                names.append(item.value)
+
     def _adapters(
         self,
         path: str,
@@ -365,21 +399,9 @@ class _Reader:
         gates: list[GateRule | None],
     ) -> None:
         def read_pins(at: str, value: yaml.Node) -> None:
-            if not isinstance(value, yaml.SequenceNode):
-                self._add(at, value, "must be a list of adapters' names")
-                return
-            if len(value.value) > MAX_PINS:
-                self._add(at, value, f"has {len(value.value)} names, more than {MAX_PINS}")
-                return
-            for index, item in enumerate(value.value):
-                if not isinstance(item, yaml.ScalarNode):
-                    self._add(f"{at}[{index}]", item, "must be an adapter's name")
-                elif problem := name_problem(item.value):
-                    self._add(f"{at}[{index}]", item, f"{shown(item.value)} {problem}" if item.value else problem)
-                elif item.value in pins:
-                    self._add(f"{at}[{index}]", item, f"{item.value} is given twice")
-                else:
-                    pins.append(AdapterName(item.value))
+            names: list[str] = []
+            self._names(at, value, names, "adapters", MAX_PINS)
+            pins.extend(map(AdapterName, names))
 
         readers: dict[str, _Read] = {
             "pin": read_pins,

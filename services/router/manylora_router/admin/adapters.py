@@ -22,8 +22,9 @@ from manylora_shared.errors import (
     PermissionDenied,
     RpcError,
     ServiceUnavailable,
+    shown,
 )
-from manylora_shared.ids import AdapterDigest, TenantId, name_problem
+from manylora_shared.ids import AdapterDigest, AdapterName, TenantId, name_problem
 from manylora_shared.process.clock import WallClock
 from manylora_shared.stores.adapter_files import FILE_NAMES, AdapterFiles
 from manylora_shared.stores.adapter_tokenizer import BroughtTokenizer
@@ -39,6 +40,7 @@ from manylora_router.links.channels import WorkerChannels
 from manylora_router.links.directory import Directory
 from manylora_router.quality.samples import MAX_SAMPLES_BYTES
 from manylora_router.text.service import TextService
+from manylora_router.text.texts import Texts
 
 _LOG = logging.getLogger(__name__)
 _VALIDATE_ADAPTER = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])["ValidateAdapter"]
@@ -87,7 +89,7 @@ class AdapterIntake:
         sources: Sources,
         *,
         directory: Directory,
-        text: TextService,
+        texts: Texts,
         channels: WorkerChannels,
         clock: WallClock,
         rng: random.Random,
@@ -95,7 +97,7 @@ class AdapterIntake:
         self._directory = directory
         self._files = files
         self._sources = sources
-        self._text = text
+        self._texts = texts
         self._channels = channels
         self._clock = clock
         self._rng = rng
@@ -153,32 +155,43 @@ class AdapterIntake:
             DeadlineExceeded: the files come too slowly.
             ServiceUnavailable: no worker answers, or no source.
         """
+        pool = self._pool_for(header)
+        text = await self._texts.of(pool)
         incoming = await self._files.begin()
         samples = bytearray() if takes_samples else None
         try:
             if header.store_path:
                 await self._receive(requests, None, samples)
-                await self._check(await self._files.import_from(incoming, header.store_path))
+                await _check(text, await self._files.import_from(incoming, header.store_path))
             elif header.source:
                 await self._receive(requests, None, samples)
                 brought = await self._sources.bring(
                     header.source, header.tenant_id, is_operator=is_operator, files=self._files, incoming=incoming
                 )
-                await self._check(brought)
+                await _check(text, brought)
             else:
-                await self._check(BroughtTokenizer(header.chat_template, header.added_tokens))
+                await _check(text, BroughtTokenizer(header.chat_template, header.added_tokens))
                 await self._receive(requests, incoming, samples)
             digest = await self._files.finish(incoming)
-            record, coverage = await self._validate(header, incoming, digest)
+            record, coverage = await self._validate(header, incoming, digest, pool)
             await self._files.commit(incoming, digest)
             return Taken(record, coverage, bytes(samples or b""))
         finally:
             # Shielded: a caller that goes away must not leave its files behind.
             await asyncio.shield(self._files.discard(incoming))
 
-    async def _check(self, brought: BroughtTokenizer) -> None:
-        if problems := await self._text.differences(brought):
-            raise InvalidRequest.of_all(problems)
+    def _pool_for(self, header: admin_pb2.AddAdapterHeader) -> str:
+        """Raises InvalidRequest."""
+        line = self._directory.line_of(TenantId(header.tenant_id), AdapterName(header.name))
+        if line is not None:
+            pool = line.in_force.pool
+            if header.pool not in ("", pool):
+                raise InvalidRequest.of("header.pool", f"the other versions of {header.name} are of pool {pool}")
+            return pool
+        policy = self._directory.policy_of(TenantId(header.tenant_id)) or TenantPolicy(TenantId(header.tenant_id))
+        if header.pool and header.pool not in policy.pools:
+            raise InvalidRequest.of("header.pool", f"{shown(header.pool)} is not known to this tenant")
+        return header.pool or policy.pools[0]
 
     async def _receive(
         self, requests: AsyncIterator[UploadPart], incoming: str | None, samples: bytearray | None
@@ -213,14 +226,16 @@ class AdapterIntake:
             raise DeadlineExceeded(f"the upload is {told}") from None
 
     async def _validate(
-        self, header: admin_pb2.AddAdapterHeader, incoming: str, digest: AdapterDigest
+        self, header: admin_pb2.AddAdapterHeader, incoming: str, digest: AdapterDigest, pool: str
     ) -> tuple[AdapterRecord, worker_pb2.AdapterCoverage]:
         """Raises AdapterRefused with all that is wrong, ServiceUnavailable where no worker answers."""
         tenant_id = TenantId(header.tenant_id)
         policy = self._directory.policy_of(tenant_id) or TenantPolicy(tenant_id)  # where it is not heard of yet
         answer = await self._ask_worker(
-            worker_pb2.ValidateAdapterRequest(path=incoming, tenant_id=tenant_id, adapter_uid=policy.copy_of(digest))
+            pool,
+            worker_pb2.ValidateAdapterRequest(path=incoming, tenant_id=tenant_id, adapter_uid=policy.copy_of(digest)),
         )
+        model = self._directory.models.get(pool)
         if answer.problems:
             raise AdapterRefused.by(answer)
         record = AdapterRecord(
@@ -231,11 +246,15 @@ class AdapterIntake:
             size_bytes=answer.size_bytes,
             target_modules=tuple(answer.target_modules),
             created_unix_s=self._clock.now_unix_s(),
+            pool=pool,
+            base_digest=model.digest if model is not None else "",
         )
         return record, answer.coverage
 
-    async def _ask_worker(self, request: worker_pb2.ValidateAdapterRequest) -> worker_pb2.ValidateAdapterResponse:
-        workers = [record for _, record in sorted(self._directory.workers.items())]
+    async def _ask_worker(
+        self, pool: str, request: worker_pb2.ValidateAdapterRequest
+    ) -> worker_pb2.ValidateAdapterResponse:
+        workers = self._directory.workers_of(pool)
         self._rng.shuffle(workers)
         for worker in workers:
             channel = self._channels.acquire(worker.address)
@@ -251,3 +270,8 @@ class AdapterIntake:
             finally:
                 self._channels.release(worker.address)
         raise ServiceUnavailable("no worker could validate the adapter", retry_after_s=1.0)
+
+
+async def _check(text: TextService, brought: BroughtTokenizer) -> None:
+    if problems := await text.differences(brought):
+        raise InvalidRequest.of_all(problems)

@@ -68,7 +68,9 @@ class _Answer:
 class Asking:
     """Of one tenant, in one gate. `authorization` is lent by the router's callers for so long."""
 
-    def __init__(self, generate: Generate, tokenize: Tokenize, tenant_id: TenantId, authorization: str) -> None:
+    def __init__(
+        self, generate: Generate, tokenize: Tokenize, tenant_id: TenantId, authorization: str, pool: str
+    ) -> None:
         self._generate = generate
         self._tokenize = tokenize
         self._places = asyncio.Semaphore(AT_A_TIME)
@@ -76,6 +78,7 @@ class Asking:
             None,
             authorization=authorization,
             tenant=tenant_id,
+            model=pool,
             request_class=QosClass.BATCH.value,
             priority=_PRIORITY,
             sampling=Sampling(temperature=0.0, seed=0),

@@ -48,14 +48,14 @@ class QualityGate:
         self._lend = lend
 
     async def judge(
-        self, report: Report, subjects: Sequence[Subject], rule: GateRule, samples: Sequence[Sample]
+        self, report: Report, subjects: Sequence[Subject], rule: GateRule, samples: Sequence[Sample], pool: str
     ) -> Report:
         """The report with its stage quality. Raises InvalidRequest where a sample lacks what its judge needs."""
         judges = judges_of(samples, rule.judge)
         try:
             async with asyncio.timeout(rule.timeout_s):
                 with self._lend(TenantId(report.tenant_id)) as authorization:
-                    asking = Asking(self._generate, self._tokenize, TenantId(report.tenant_id), authorization)
+                    asking = Asking(self._generate, self._tokenize, TenantId(report.tenant_id), authorization, pool)
                     answers = await self._answers(asking, subjects, samples, judges, rule.max_tokens)
                 judged: dict[str, list[Judged]] = {
                     subject.against: await _scored(judges, samples, given)
@@ -101,7 +101,7 @@ class QualityGate:
         return [[task.result() for task in each] for each in zip(*tasks, strict=True)]
 
     async def measure(
-        self, report: Report, subjects: Sequence[Subject], sizes: Mapping[str, int], model: ModelLimits
+        self, report: Report, subjects: Sequence[Subject], sizes: Mapping[str, int], model: ModelLimits, pool: str
     ) -> Report:
         """The report with its stage load, which decides nothing unless the candidate does not run. Versions take turns,
         one request at a time: what differs is theirs.
@@ -112,7 +112,7 @@ class QualityGate:
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
                 with self._lend(TenantId(report.tenant_id)) as authorization:
-                    asking = Asking(self._generate, self._tokenize, TenantId(report.tenant_id), authorization)
+                    asking = Asking(self._generate, self._tokenize, TenantId(report.tenant_id), authorization, pool)
                     for turn in range(LOAD_REQUESTS):
                         # another prompt each turn, so that none is found in the prefix cache
                         ids = [(turn + step * index) % model.vocab_size for index in range(num_tokens)]

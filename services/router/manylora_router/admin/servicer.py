@@ -144,11 +144,21 @@ class AdminServicer:
     async def _pins_problem(self, policy: TenantPolicy) -> str | None:
         """Why the policy's pins cannot be kept, as far as is known here; None: nothing speaks against them."""
         directory = self._directory
-        capacities = [w.device_adapter_bytes for w in directory.workers.values() if w.device_adapter_bytes]
-        if not policy.pinned_adapters or not capacities:
+        if not policy.pinned_adapters:
+            return None
+        pools = [pool for pool in policy.pools if directory.workers_of(pool)]
+        problems = [await self._pins_problem_of(policy, pool) for pool in pools]
+        return next((problem for problem in problems if problem is not None), None)
+
+    async def _pins_problem_of(self, policy: TenantPolicy, pool: str) -> str | None:
+        directory = self._directory
+        capacities = [w.device_adapter_bytes for w in directory.workers_of(pool) if w.device_adapter_bytes]
+        if not capacities:
             return None
         sizes: dict[TenantId, dict[str, int]] = {}  # by name, and for versions that are not in force by name@version
         for entry in directory.adapters.values():
+            if entry.record.pool != pool:
+                continue
             of_tenant, name = sizes.setdefault(TenantId(entry.record.tenant_id), {}), entry.record.name
             for each in entry.record.line.served:
                 of_tenant[name if each.number == entry.record.number else f"{name}@{each.number}"] = each.size_bytes

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from manylora.v1 import admin_pb2, common_pb2, scheduler_pb2, status_pb2
 from manylora_shared.errors import RpcError
+from manylora_shared.ids import TenantId
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.transport.base import Transport
 
@@ -70,15 +71,20 @@ class ClusterStatus:
             if worker_id in reported:
                 status.CopyFrom(reported[worker_id])
             status.worker_id, status.address, status.device = worker_id, record.address, record.device
-            status.device_adapter_bytes = record.device_adapter_bytes
+            status.device_adapter_bytes, status.pool = record.device_adapter_bytes, record.pool
             workers.append(status)
         for worker_id, (record, reason) in sorted(directory.kept_out.items()):
             workers.append(
                 admin_pb2.WorkerStatus(
-                    worker_id=worker_id, address=record.address, device=record.device, kept_out=reason
+                    worker_id=worker_id,
+                    address=record.address,
+                    device=record.device,
+                    kept_out=reason,
+                    pool=record.pool,
                 )
             )
         model = directory.model
+        self._name_pools(answer.scheduler.pools)
         return admin_pb2.GetStatusResponse(
             base_model=model.name if model is not None else "",
             sampling_defaults=_sampling_of(model),
@@ -98,6 +104,11 @@ class ClusterStatus:
             rollouts=self._rollouts(""),
         )
 
+    def _name_pools(self, pools: Iterable[admin_pb2.PoolStatus]) -> None:
+        for pool in pools:
+            model = self._directory.models.get(pool.pool)
+            pool.base_model = model.name if model is not None else ""
+
     def _rollouts(self, tenant_id: str) -> list[admin_pb2.RolloutStatus]:
         """Empty: of all tenants."""
         found = [each for _, each in sorted(self._directory.rollouts.items()) if tenant_id in ("", each.tenant_id)]
@@ -114,7 +125,10 @@ class ClusterStatus:
             circuit.router_id = ""
         for quarantine in levels.quarantines:
             quarantine.router_id = ""
-        model = self._directory.model
+        pools = self._directory.pools_of(TenantId(tenant_id))
+        model = self._directory.models.get(pools[0])
+        told = [pool for pool in answer.scheduler.pools if pool.pool in pools]
+        self._name_pools(told)
         return admin_pb2.GetStatusResponse(
             base_model=model.name if model is not None else "",
             sampling_defaults=_sampling_of(model),
@@ -122,11 +136,8 @@ class ClusterStatus:
                 reachable=answer.scheduler.reachable,
                 flows=[_without_debt(flow) for flow in answer.scheduler.flows if flow.tenant_id == tenant_id],
                 quotas=[quota for quota in answer.scheduler.quotas if quota.tenant_id == tenant_id],
-                overload=admin_pb2.OverloadStatus(
-                    level=answer.scheduler.overload.level,
-                    rung=answer.scheduler.overload.rung,
-                    tenants=[each for each in answer.scheduler.overload.tenants if each.tenant_id == tenant_id],
-                ),
+                overload=_overload_of(answer.scheduler.overload, tenant_id),
+                pools=[_pool_of(pool, tenant_id) for pool in told],
                 kv=[kv for kv in answer.scheduler.kv if kv.tenant_id == tenant_id],
                 adapters=[_without_machines(a) for a in answer.scheduler.adapters if a.tenant_id == tenant_id],
             ),
@@ -163,6 +174,16 @@ class ClusterStatus:
 
 def _sampling_of(model: Model | None) -> common_pb2.SamplingParams | None:
     return common_pb2.SamplingParams(**model.sampling_defaults) if model is not None else None
+
+
+def _overload_of(overload: admin_pb2.OverloadStatus, tenant_id: str) -> admin_pb2.OverloadStatus:
+    tenants = [each for each in overload.tenants if each.tenant_id == tenant_id]
+    return admin_pb2.OverloadStatus(level=overload.level, rung=overload.rung, tenants=tenants)
+
+
+def _pool_of(pool: admin_pb2.PoolStatus, tenant_id: str) -> admin_pb2.PoolStatus:
+    overload = _overload_of(pool.overload, tenant_id)
+    return admin_pb2.PoolStatus(pool=pool.pool, base_model=pool.base_model, overload=overload)
 
 
 def _without_debt(flow: admin_pb2.FlowStatus) -> admin_pb2.FlowStatus:

@@ -130,22 +130,22 @@ class AdapterValidation:
         samples: Sequence[Sample],
     ) -> Report:
         record, report = taken.record, self._report(taken)
-        model = self._directory.model
+        model = self._directory.models.get(record.pool)
         assert model is not None, "a worker has validated it"
         digest = AdapterDigest(record.uid)
-        candidate = alone(AdapterName(record.name or "candidate"), policy.copy_of(digest))
+        candidate = alone(AdapterName(record.name or "candidate"), policy.copy_of(digest), record.pool)
         own = Subject(Against.CANDIDATE, candidate=candidate)
         line = [Subject(Against.BEFORE, f"{record.name}@{before.number}")] if before is not None else []
         if rule is not None:
             try:
-                report = await self._gate.judge(report, [own, *line, Subject(Against.BASE)], rule, samples)
+                report = await self._gate.judge(report, [own, *line, Subject(Against.BASE)], rule, samples, record.pool)
             except InvalidRequest as e:  # samples that lack what their judge needs
                 report = report.left_open("quality", e.message)
         if report.verdict is Verdict.PASSED:
             sizes: dict[str, int] = {Against.CANDIDATE: record.size_bytes}
             if before is not None:
                 sizes[Against.BEFORE] = before.size_bytes
-            report = await self._gate.measure(report, [own, *line], sizes, model.limits)
+            report = await self._gate.measure(report, [own, *line], sizes, model.limits, record.pool)
         return report
 
     def _begun(self, header: admin_pb2.AddAdapterHeader | AdapterRecord, digest: str) -> Report:
@@ -153,13 +153,15 @@ class AdapterValidation:
 
     def _report(self, taken: Taken) -> Report:
         """Of what the worker has found."""
-        record, coverage, model = taken.record, taken.coverage, self._directory.model
+        record, coverage = taken.record, taken.coverage
+        model = self._directory.models.get(record.pool)
         report = self._begun(record, record.uid).passed("format")
         if model is not None:
-            ranks = [worker.max_lora_rank for worker in self._directory.workers.values()]
+            ranks = [worker.max_lora_rank for worker in self._directory.workers_of(record.pool)]
             base = {
                 "name": model.name,
                 "digest": model.digest,
+                "pool": record.pool,
                 "vocab_size": model.limits.vocab_size,
                 "max_context_tokens": model.limits.max_context_tokens,
                 "max_lora_rank": min(ranks, default=0),

@@ -85,6 +85,12 @@ class InferenceServicer:
             max_context_tokens=models.max_context_tokens,
             sampling_defaults=common_pb2.SamplingParams(**models.sampling_defaults),
             adapters=[record.name for record in models.adapters],
+            pools=[
+                inference_pb2.PoolModel(
+                    name=name, pool=pool, base_model=model.name, max_context_tokens=model.limits.max_context_tokens
+                )
+                for name, pool, model in models.pools
+            ],
         )
 
     async def generate(
@@ -124,6 +130,7 @@ def read_request(
         authorization=metadata.get(AUTHORIZATION_KEY, ""),
         tenant=metadata.get(TENANT_KEY, ""),
         adapter=metadata.get(ADAPTER_KEY, ""),
+        model=request.model,
         conversation=metadata.get(CONVERSATION_KEY, ""),
         user=metadata.get(USER_KEY, ""),
         traceparent=metadata.get(TRACEPARENT_KEY),

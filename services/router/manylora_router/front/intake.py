@@ -15,13 +15,14 @@ from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.coordination.records import AdapterRecord
 from manylora_shared.errors import (
     InvalidRequest,
+    ManyloraError,
     Overloaded,
     PermissionDenied,
     QuotaExceeded,
     ServiceUnavailable,
     Unready,
 )
-from manylora_shared.ids import QosClass, TenantId
+from manylora_shared.ids import DEFAULT_POOL, QosClass, TenantId
 from manylora_shared.sampling import Sampling, barred_too_much
 from manylora_shared.telemetry import Attribute
 from manylora_shared.tenancy.adapter_line import StickyKeys
@@ -41,6 +42,7 @@ from manylora_router.guard.admission import (
     TokenPrompt,
 )
 from manylora_router.guard.permits import Permit
+from manylora_router.guard.pools import ModelNames, choose, names_of
 from manylora_router.guard.resume_tokens import Begun
 from manylora_router.links.callers import Callers
 from manylora_router.links.directory import Directory, Model
@@ -51,6 +53,7 @@ from manylora_router.request.job import Job
 from manylora_router.text.constraints import NUM_THREADS, ConstraintCheck
 from manylora_router.text.service import TextService
 from manylora_router.text.stop_strings import StopStrings
+from manylora_router.text.texts import Texts
 
 # before the caller's deadline (at most a tenth of the time), so that the frame that says so can still be read
 DEADLINE_MARGIN_S = 0.02
@@ -59,10 +62,13 @@ _TEXT_COST = 64  # of a text in characters, beside its own
 
 @dataclass(frozen=True)
 class Models:
+    """Those that a caller may name. The first fields are of the one that a request gets which names none."""
+
     base_model: str
     max_context_tokens: int
     sampling_defaults: Mapping[str, Any]  # numbers, where a request sets none
     adapters: Sequence[AdapterRecord]  # the caller's, by name
+    pools: Sequence[tuple[str, str, Model]]  # name, pool and model of each, that one first
 
 
 class Intake:
@@ -72,7 +78,7 @@ class Intake:
         directory: Directory,
         callers: Callers,
         scheduler: SchedulerClient,
-        text: TextService,
+        texts: Texts,
         calls: Calls,
         rng: random.Random,
         default_max_tokens: int,
@@ -80,13 +86,13 @@ class Intake:
         self._directory = directory
         self._callers = callers
         self._scheduler = scheduler
-        self._text = text
+        self._texts = texts
         self._calls = calls
         self._guard = calls.guard
         self._rng = rng
         self._default_max_tokens = default_max_tokens
         self._turns = LoopTurns()
-        self._text_turns = PoolTurns(text.num_threads)
+        self._text_turns = PoolTurns(texts.default.num_threads)
         self._constraints = ConstraintCheck()
         self._constraint_turns = PoolTurns(NUM_THREADS)
 
@@ -113,64 +119,73 @@ class Intake:
 
     def models(self, request: RequestInput) -> Models:
         policy, _ = admission.admit_caller(
-            self.tenant_of(request), "", self._directory.policy_of, self._directory.line_of, StickyKeys(""), 0
+            self.tenant_of(request), "", self._directory.policy_of, self._directory.line_of, StickyKeys(""), lambda _: 0
         )
-        model = self._model()
+        model, models = self._model(policy.pools[0]), self._directory.models
+        names = names_of(policy.pools, models).pools.items()
+        own = {pool: name for name, pool in reversed(list(names))}  # the first of each
         return Models(
             model.name,
             model.limits.max_context_tokens,
             model.sampling_defaults,
             [record for record in self._directory.adapters_of(policy.tenant_id) if record.line.served],
+            [(own[pool], pool, models[pool]) for pool in policy.pools if pool in models],
         )
+
+    def names(self, tenant: str) -> ModelNames:
+        """Of a tenant that may be none."""
+        return names_of(self._directory.pools_of(TenantId(tenant)), self._directory.models)
+
+    def pool_of(self, tenant: str, model: str, adapter: str) -> str:
+        """Where `admit` will find that a request goes, or any pool if it will refuse it."""
+        request = RequestInput(None, tenant=tenant, model=model, adapter=adapter)
+        try:
+            return self._place(tenant, request, "")[2]
+        except ManyloraError:
+            return DEFAULT_POOL
 
     async def tokenize(self, request: RequestInput) -> tuple[Sequence[int], int]:
         """The prompt's tokens, and how many a request may have with its answer. Raises Rejected."""
-        tenant, limits = self._reader_of(request)
-        return await self._tokenize(request.prompt, (tenant, request.qos_class)), limits.max_context_tokens
+        tenant, pool, limits = self._reader_of(request)
+        text = await self._texts.of(pool)
+        return await self._tokenize(text, request.prompt, (tenant, request.qos_class)), limits.max_context_tokens
 
     async def detokenize(self, request: RequestInput) -> str:
         """The text of a TokenPrompt. Raises Rejected."""
-        tenant, limits = self._reader_of(request)
+        tenant, pool, limits = self._reader_of(request)
+        text = await self._texts.of(pool)
         assert isinstance(request.prompt, TokenPrompt)
         token_ids = request.prompt.ids
         if len(token_ids) > limits.max_context_tokens:
             most = limits.max_context_tokens
             raise InvalidRequest.of("prompt.token_ids", f"has {len(token_ids)} tokens; the model's context is {most}")
         async with self.text_turn((tenant, request.qos_class), len(token_ids)):
-            return await self._text.decode(token_ids)
+            return await text.decode(token_ids)
 
-    def _reader_of(self, request: RequestInput) -> tuple[str, ModelLimits]:
-        """The tenant of a prompt that may be read."""
+    def _reader_of(self, request: RequestInput) -> tuple[str, str, ModelLimits]:
+        """The tenant of a prompt that may be read, and the pool whose model reads it."""
         tenant = self.tenant_of(request)
-        self._admit_caller(tenant, request, "")
-        limits = self._model().limits
+        _, _, pool = self._place(tenant, request, "")
+        limits = self._model(pool).limits
         if violations := admission.check(request, limits):
             raise InvalidRequest.of_all(violations)
-        return tenant, limits
+        return tenant, pool, limits
 
     @property
     def base_model(self) -> str:
-        """Empty while no worker was ever seen."""
+        """Of the default pool. Empty while no worker of it was ever seen."""
         model = self._directory.model
         return model.name if model is not None else ""
 
-    @property
-    def model_digest(self) -> str:
-        """Empty while no worker was ever seen."""
-        model = self._directory.model
-        return model.digest if model is not None else ""
-
-    @property
-    def max_context_tokens(self) -> int:
-        """0 while no worker was ever seen."""
-        model = self._directory.model
-        return model.limits.max_context_tokens if model is not None else 0
+    def model_of(self, pool: str) -> Model | None:
+        """None while no worker of it was ever seen."""
+        return self._directory.models.get(pool)
 
     def unready(self) -> str:
         """Why no request would be taken; empty: one would be."""
         if self._calls.is_draining:
             return "this router is stopping"
-        if self._directory.model is None:
+        if not self._directory.models:
             return "no worker has joined the cluster yet"
         return "" if self._scheduler.is_connected else "the scheduler is not reached"
 
@@ -179,28 +194,29 @@ class Intake:
         begun = self.begun(request, tenant)
         if begun is not None:
             request = resume_tokens.go_on(request, begun)
-        policy, adapter = self._admit_caller(tenant, request, call.request_id)
+        policy, adapter, pool = self._place(tenant, request, call.request_id)
         call.adapter = adapter
+        call.goes_to(pool)
         if begun is None:
-            self._check_overload(policy.tenant_id, request, call.request_id)
+            self._check_overload(policy.tenant_id, request, call.request_id, pool)
         if adapter is not None:
             call.span.set(Attribute.ADAPTER_VERSION, adapter.digest)
             call.span.set(Attribute.ADAPTER_NUMBER, adapter.version)
-        model = self._model()
+        model, text = self._model(pool), await self._texts.of(pool)
         violations = admission.check(request, model.limits)
         prompt_token_ids: Sequence[int] | None = None
         if admission.prompt_is_readable(request.prompt, violations):
-            prompt_token_ids = await self._tokenize(request.prompt, (tenant, request.qos_class))
+            prompt_token_ids = await self._tokenize(text, request.prompt, (tenant, request.qos_class))
         admitted = admission.admit(
             request, prompt_token_ids, violations, policy, model.limits, default_max_tokens=self._default_max_tokens
         )
-        if request.stop and not self._text.has_text:
+        if request.stop and not text.has_text:
             raise Unready("stop: this router has no tokenizer; send stop_token_ids")
-        stop_tokens = self._text.stop_tokens(request.stop) if request.stop else {}
+        stop_tokens = text.stop_tokens(request.stop) if request.stop else {}
         stop_tokens = {each: stop for each, stop in stop_tokens.items() if each < model.limits.vocab_size}
-        ends = model.eos_token_ids or [each for each in self._text.end_token_ids if each < model.limits.vocab_size]
+        ends = model.eos_token_ids or [each for each in text.end_token_ids if each < model.limits.vocab_size]
         stop_token_ids = _stop_token_ids(request, stop_tokens, ends)
-        bad_sequences = await self._bad_sequences(request, (tenant, request.qos_class), stop_token_ids, model)
+        bad_sequences = await self._bad_sequences(text, request, (tenant, request.qos_class), stop_token_ids, model)
         constraint = request.constraint
         await self._check_constraint(request, constraint, tenant)
         if request.constraint_after is not None:
@@ -226,6 +242,7 @@ class Intake:
             received_at=call.received_at,
             deadline=_deadline(request, call.received_at),
             traceparent=call.span.traceparent,
+            pool=pool,
             can_stream=may_stream,
             is_resumable=request.is_resumable and may_stream,
             is_hedge=request.is_hedge,
@@ -256,27 +273,29 @@ class Intake:
             degraded = Degraded(begun.max_tokens, begun.asked_max_tokens, begun.overload_level)
         return replace(job, delivered=delivered, degraded=degraded)
 
-    def _admit_caller(self, tenant: str, request: RequestInput, request_id: str) -> tuple[TenantPolicy, Adapter | None]:
+    def _place(self, tenant: str, request: RequestInput, request_id: str) -> tuple[TenantPolicy, Adapter | None, str]:
+        """The caller's policy, its adapter (None: the base model), and the pool."""
         directory, sticky = self._directory, StickyKeys(request_id, request.conversation, request.user)
-        max_lora_rank = directory.model.limits.max_lora_rank if directory.model is not None else 0
         policy, adapter = admission.admit_caller(
-            tenant, request.adapter, directory.policy_of, directory.line_of, sticky, max_lora_rank
+            tenant, request.adapter, directory.policy_of, directory.line_of, sticky, directory.max_lora_rank_of
         )
-        return policy, request.candidate or adapter
+        adapter = request.candidate or adapter
+        return policy, adapter, choose(policy, request.model, adapter, directory.models)
 
-    def _model(self) -> Model:
-        model = self._directory.model
+    def _model(self, pool: str) -> Model:
+        model = self._directory.models.get(pool)
         if model is None:
-            raise ServiceUnavailable("no worker has joined the cluster yet", retry_after_s=1.0)
+            which = "the cluster" if pool == DEFAULT_POOL else f"pool {pool}"
+            raise ServiceUnavailable(f"no worker has joined {which} yet", retry_after_s=1.0)
         return model
 
-    def _check_overload(self, tenant_id: TenantId, request: RequestInput, request_id: str) -> None:
+    def _check_overload(self, tenant_id: TenantId, request: RequestInput, request_id: str, pool: str) -> None:
         """Raises Overloaded. It comes before the prompt is looked at: refusing must cost next to nothing."""
-        view, qos_class = self._scheduler.overload, request.qos_class
+        view, qos_class = self._scheduler.overload(pool), request.qos_class
         if view.is_quiet or qos_class is None:
             return
         if not view.admits(tenant_id, qos_class, request_id):
-            self._scheduler.note_refused(tenant_id, QOS_NUMBERS[qos_class])
+            self._scheduler.note_refused(tenant_id, QOS_NUMBERS[qos_class], pool)
             level = view.level_of(tenant_id, qos_class)
             why = view.why_refused(tenant_id, qos_class)
             raise Overloaded(why, retry_after_s=retry_after_s(level, request_id))
@@ -285,15 +304,15 @@ class Intake:
         """For work on text that an event loop's turn is too short for."""
         return self._text_turns.hold(flow, self._weight(*flow), _TEXT_COST + num_characters)
 
-    async def _tokenize(self, prompt: Prompt | None, flow: Flow) -> Sequence[int]:
+    async def _tokenize(self, text: TextService, prompt: Prompt | None, flow: Flow) -> Sequence[int]:
         match prompt:
-            case TextPrompt(text, add_special_tokens):
-                async with self.text_turn(flow, len(text)):
-                    return await self._text.encode(text, add_special_tokens)
+            case TextPrompt(words, add_special_tokens):
+                async with self.text_turn(flow, len(words)):
+                    return await text.encode(words, add_special_tokens)
             case ChatPrompt(messages):
                 size = sum(len(role) + len(content) for role, content in messages)
                 async with self.text_turn(flow, size + admission.json_bytes(prompt)):
-                    return await self._text.encode_chat(
+                    return await text.encode_chat(
                         messages,
                         add_generation_prompt=prompt.has_generation_prompt,
                         continue_final_message=prompt.continue_final_message,
@@ -329,14 +348,14 @@ class Intake:
         self._constraints.close()
 
     async def _bad_sequences(
-        self, request: RequestInput, flow: Flow, stop_token_ids: Sequence[int], model: Model
+        self, text: TextService, request: RequestInput, flow: Flow, stop_token_ids: Sequence[int], model: Model
     ) -> Sequence[Sequence[int]]:
         """Raises InvalidRequest where these, with all that is barred besides, are too much."""
         words = request.sampling.bad_words
         found: Sequence[Sequence[int]] = []
         if words:
             async with self.text_turn(flow, sum(_TEXT_COST + len(word) for word in words)):
-                found = await self._text.encode_words(words)
+                found = await text.encode_words(words)
         stops = stop_token_ids if request.sampling.min_tokens else ()
         allowed = request.sampling.allowed_token_ids
         problem = barred_too_much(found, stops, model.limits.vocab_size, allowed)

@@ -17,7 +17,7 @@ from manylora_shared.adapter_reference import AdapterPart, ReferenceProblem, for
 from manylora_shared.composition import RANKS_AT_ONCE, Part, content_of, key_of
 from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.errors import FieldViolation, InvalidRequest, NotFound, shown
-from manylora_shared.ids import AdapterDigest, AdapterKey, AdapterName, QosClass, TenantId, is_valid_name
+from manylora_shared.ids import DEFAULT_POOL, AdapterDigest, AdapterKey, AdapterName, QosClass, TenantId, is_valid_name
 from manylora_shared.metadata import ADAPTER_KEY, CLASS_KEY, IDEMPOTENCY_KEY, PRIORITY_KEY, TENANT_KEY
 from manylora_shared.sampling import MAX_LISTED, Sampling
 from manylora_shared.tenancy.adapter_line import AdapterVersion, Line, StickyKeys
@@ -132,6 +132,7 @@ class RequestInput:
     authorization: str = ""  # `Bearer <key>`
     tenant: str = ""
     adapter: str = ""
+    model: str = ""  # a base model's or a pool's name; empty: as the adapter has it, or the tenant's policy
     conversation: str = ""  # and user: whose version a rollout keeps the same
     user: str = ""
     traceparent: str | None = None
@@ -169,6 +170,8 @@ class Adapter:
     parts: tuple[AdapterPart, ...]  # with the versions that answer
     trial: str = ""  # of the rollout that chose its one version; empty: none stands, or the request named it
     is_canary: bool = False  # it is the one that is tried
+    pool: str = DEFAULT_POOL
+    base_digest: str = ""  # of its base model, where that is known
 
     @property
     def digest(self) -> AdapterDigest:
@@ -211,9 +214,9 @@ def tenant_of(principal: Principal, named: str) -> str:
     return principal.tenant_id
 
 
-def alone(name: AdapterName, uid: AdapterKey) -> Adapter:
+def alone(name: AdapterName, uid: AdapterKey, pool: str = DEFAULT_POOL) -> Adapter:
     """Of no version."""
-    return Adapter(name, uid, (AdapterPart(name),))
+    return Adapter(name, uid, (AdapterPart(name),), pool=pool)
 
 
 def admit_caller(
@@ -222,9 +225,12 @@ def admit_caller(
     policy_of: Callable[[TenantId], TenantPolicy | None],
     line_of: Callable[[TenantId, AdapterName], Line | None],
     sticky: StickyKeys,
-    max_lora_rank: int,
+    max_lora_rank: Callable[[str], int],
 ) -> tuple[TenantPolicy, Adapter | None]:
     """The caller's policy and its adapter; None: the base model. `tenant` and `adapter` may be empty.
+
+    Args:
+        max_lora_rank: of a pool's workers.
 
     Raises:
         InvalidRequest: no tenant is named, or adapters that do not go together.
@@ -252,7 +258,8 @@ def admit_caller(
             raise not_found_adapter(str(replace(part, weight=1.0)))
         lines.append(line)
         found.append(version)
-    _check_together(asked, found, max_lora_rank)
+    pool = found[0].pool
+    _check_together(asked, found, max_lora_rank(pool))
     key = key_of(
         Part(policy.copy_of(AdapterDigest(each.uid)), part.weight) for each, part in zip(found, asked, strict=True)
     )
@@ -261,8 +268,9 @@ def admit_caller(
     # An answer of several says nothing of one of them.
     rollout = lines[0].rollout if len(lines) == 1 and asked[0].version is None and asked[0].weight == 1.0 else None
     if rollout is None:
-        return policy, Adapter(name, key, parts)
-    return policy, Adapter(name, key, parts, rollout.trial, found[0].number == rollout.to)
+        return policy, Adapter(name, key, parts, pool=pool, base_digest=found[0].base_digest)
+    is_canary = found[0].number == rollout.to
+    return policy, Adapter(name, key, parts, rollout.trial, is_canary, pool, found[0].base_digest)
 
 
 def _check_together(parts: Sequence[AdapterPart], found: Sequence[AdapterVersion], max_lora_rank: int) -> None:
@@ -270,6 +278,10 @@ def _check_together(parts: Sequence[AdapterPart], found: Sequence[AdapterVersion
     for i, uid in enumerate(uids):
         if (first := uids.index(uid)) < i:
             message = f"{parts[first].name!r} and {parts[i].name!r} are the same adapter; name one, with one weight"
+            raise InvalidRequest.of(ADAPTER_KEY, message)
+    for part, version in zip(parts, found, strict=True):
+        if version.pool != found[0].pool:
+            message = f"{parts[0].name!r} is of pool {found[0].pool} and {part.name!r} of {version.pool}"
             raise InvalidRequest.of(ADAPTER_KEY, message)
     ranks = [_whole_rank(version.max_lora_rank) for version in found]
     if len(ranks) > 1 and sum(ranks) > _whole_rank(max_lora_rank):

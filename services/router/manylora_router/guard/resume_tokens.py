@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from manylora_shared.errors import InvalidRequest
-from manylora_shared.ids import TenantId
+from manylora_shared.ids import DEFAULT_POOL, TenantId
 
 from manylora_router.guard.admission import Delivered, RequestInput
 
@@ -39,6 +39,7 @@ class Begun:
     asked_max_tokens: int  # other than that: overload took the difference
     overload_level: int
     expires_unix_s: float
+    pool: str = DEFAULT_POOL
 
 
 class ResumeTokens:
@@ -72,7 +73,7 @@ class ResumeTokens:
 def go_on(request: RequestInput, begun: Begun) -> RequestInput:
     """The request as it was begun: with its version of the adapter, its seed and its bound."""
     sampling = replace(request.sampling, seed=begun.seed)
-    return replace(request, adapter=begun.adapter, max_tokens=begun.max_tokens, sampling=sampling)
+    return replace(request, adapter=begun.adapter, model=begun.pool, max_tokens=begun.max_tokens, sampling=sampling)
 
 
 def check(request: RequestInput, begun: Begun, prompt_token_ids: Sequence[int], vocab_size: int) -> Delivered:

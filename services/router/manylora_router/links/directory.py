@@ -14,7 +14,7 @@ from typing import Any
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import KeyValue, Store
 from manylora_shared.coordination.policies import PolicyMirror, StoredPolicy, stored_policy
-from manylora_shared.coordination.pool import kept_out
+from manylora_shared.coordination.pool import MAX_POOLS, kept_out
 from manylora_shared.coordination.records import (
     AdapterRecord,
     KeyRecord,
@@ -24,7 +24,7 @@ from manylora_shared.coordination.records import (
 )
 from manylora_shared.coordination.session import Mirror, first_of
 from manylora_shared.errors import InternalError
-from manylora_shared.ids import AdapterName, QosClass, TenantId
+from manylora_shared.ids import DEFAULT_POOL, AdapterName, QosClass, TenantId
 from manylora_shared.sampling import MODEL_DEFAULTS
 from manylora_shared.tenancy.adapter_line import Line
 from manylora_shared.tenancy.policy import Slo, TenantPolicy
@@ -42,7 +42,7 @@ class AdapterEntry:
 
 @dataclass(frozen=True)
 class Model:
-    """The pool's base model, by the workers' records."""
+    """A pool's base model, by the workers' records."""
 
     name: str
     digest: str
@@ -67,7 +67,7 @@ class Directory:
         self._on_leader_changed = on_leader_changed
         self._on_workers_changed = on_workers_changed
         self._policies: dict[str, tuple[bytes, TenantPolicy]] = {}
-        self._model: Model | None = None
+        self.models: dict[str, Model] = {}  # by pool, as its workers served it last; for reading
         self._pool: dict[str, WorkerRecord] = {}
         self._kept_out: dict[str, tuple[WorkerRecord, str]] = {}
         self._changed = asyncio.Event()
@@ -124,7 +124,7 @@ class Directory:
 
     @property
     def workers(self) -> Mapping[str, WorkerRecord]:
-        """Of the pool."""
+        """Of all pools."""
         return self._pool
 
     @property
@@ -138,8 +138,16 @@ class Directory:
 
     @property
     def model(self) -> Model | None:
-        """The last model that a worker served; None: no worker was ever seen."""
-        return self._model
+        """The default pool's; None: no worker of it was ever seen."""
+        return self.models.get(DEFAULT_POOL)
+
+    def workers_of(self, pool: str) -> list[WorkerRecord]:
+        """Sorted by their ids."""
+        return [record for _, record in sorted(self._pool.items()) if record.pool == pool]
+
+    def max_lora_rank_of(self, pool: str) -> int:
+        model = self.models.get(pool)
+        return model.limits.max_lora_rank if model is not None else 0
 
     @property
     def leader(self) -> SchedulerRecord | None:
@@ -160,6 +168,14 @@ class Directory:
                 raise InternalError(f"the stored policy of tenant {tenant_id} cannot be read")
             self._policies[tenant_id] = cached = (entry.in_force, policy)
         return cached[1]
+
+    def pools_of(self, tenant_id: TenantId) -> tuple[str, ...]:
+        """That it may use; of a tenant that is not known, or whose policy cannot be read, those of a new one."""
+        try:
+            policy = self.policy_of(tenant_id)
+        except InternalError:  # logged where it was read
+            policy = None
+        return policy.pools if policy is not None else (DEFAULT_POOL,)
 
     def slo_of(self, tenant_id: TenantId, qos_class: QosClass) -> Slo | None:
         """None: no targets, no such tenant, or a policy that cannot be read."""
@@ -240,17 +256,20 @@ class Directory:
 
     def _worker_changed(self, name: str, value: WorkerRecord | None) -> None:
         self._sort_workers()
-        workers = self._pool
-        if workers:
-            first = workers[min(workers)]
+        for pool in {worker.pool for worker in self._pool.values()}:
+            workers = self.workers_of(pool)
             limits = ModelLimits(
-                vocab_size=min(w.vocab_size for w in workers.values()),
-                max_context_tokens=min(w.max_context_tokens for w in workers.values()),
-                max_lora_rank=min(w.max_lora_rank for w in workers.values()),
-                max_sequences=max(w.sequence_slots for w in workers.values()),
+                vocab_size=min(w.vocab_size for w in workers),
+                max_context_tokens=min(w.max_context_tokens for w in workers),
+                max_lora_rank=min(w.max_lora_rank for w in workers),
+                max_sequences=max(w.sequence_slots for w in workers),
             )
+            first = workers[0]
             defaults = self._sampling_defaults(first)
-            self._model = Model(first.model_name, first.model_digest, limits, first.eos_token_ids, defaults)
+            self.models.pop(pool, None)
+            self.models[pool] = Model(first.model_name, first.model_digest, limits, first.eos_token_ids, defaults)
+            if len(self.models) > MAX_POOLS:  # of those that are gone, the one that was seen longest ago
+                del self.models[next(iter(self.models))]
         self._on_workers_changed()
 
     def _sampling_defaults(self, worker: WorkerRecord) -> Mapping[str, float]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from manylora.v1 import common_pb2, scheduler_pb2
 from manylora_shared.errors import Code, Overloaded, QuotaExhausted, RpcError
+from manylora_shared.ids import DEFAULT_POOL
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.overload import OverloadView
 from manylora_shared.tenancy.quota import QuotaLevel
@@ -47,6 +48,7 @@ _MAX_BACKOFF_S = 1.0
 _ENDS_S = 0.005  # ends are gathered for so long, unless something else is sent: room is free by the worker's word
 _REFUSED_S = 0.1  # refusals are gathered for so long
 _MAX_MESSAGES = 256  # sent at once
+_QUIET = OverloadView()
 _OF_A_STREAM = ("lease_wanted", "refused", "trial_counts")  # not sent again on another
 
 
@@ -105,8 +107,9 @@ class SchedulerClient:
         self._leases: dict[str, Lease] = {}
         self._settling: dict[str, Lease] = {}
         self._outbox: deque[scheduler_pb2.ScheduleRequest | _Waiting] = deque()
-        self.overload = OverloadView()  # without a stream nothing is given up
-        self._refused: dict[tuple[str, common_pb2.QosClass], int] = {}  # since the scheduler was last told
+        self._overload: dict[str, OverloadView] = {}  # by pool; without a stream nothing is given up
+        # since the scheduler was last told, by pool
+        self._refused: dict[str, dict[tuple[str, common_pb2.QosClass], int]] = {}
         self._line: _Line | None = None
         self._leader_moved = asyncio.Event()
 
@@ -194,22 +197,28 @@ class SchedulerClient:
             settled = scheduler_pb2.Settled(request_id=request_id, tokens=tokens)
             self._send_end(scheduler_pb2.ScheduleRequest(settled=settled), urgent=False)
 
-    def note_refused(self, tenant_id: str, qos_class: common_pb2.QosClass) -> None:
+    def overload(self, pool: str) -> OverloadView:
+        return self._overload.get(pool, _QUIET)
+
+    def note_refused(self, tenant_id: str, qos_class: common_pb2.QosClass, pool: str) -> None:
         self.counters.refused += 1
         if self._line is None:
             return  # what was refused before a stream broke says nothing to the leader that comes
         if not self._refused:
             asyncio.get_running_loop().call_later(_REFUSED_S, self._tell_refused)
-        self._refused[tenant_id, qos_class] = self._refused.get((tenant_id, qos_class), 0) + 1
+        counts = self._refused.setdefault(pool, {})
+        counts[tenant_id, qos_class] = counts.get((tenant_id, qos_class), 0) + 1
 
     def _tell_refused(self) -> None:
         refused, self._refused = self._refused, {}
         if self._line is not None:
-            flows = [
-                scheduler_pb2.FlowRefusals(tenant_id=tenant_id, qos_class=qos_class, requests=requests)
-                for (tenant_id, qos_class), requests in refused.items()
-            ]
-            self._outbox.append(scheduler_pb2.ScheduleRequest(refused=scheduler_pb2.Refused(flows=flows)))
+            for pool, counts in refused.items():
+                flows = [
+                    scheduler_pb2.FlowRefusals(tenant_id=tenant_id, qos_class=qos_class, requests=requests)
+                    for (tenant_id, qos_class), requests in counts.items()
+                ]
+                told = scheduler_pb2.Refused(flows=flows, pool=pool)
+                self._outbox.append(scheduler_pb2.ScheduleRequest(refused=told))
             self._line.wake.set()
 
     def tell_trial(self, counts: scheduler_pb2.TrialCounts) -> None:
@@ -240,7 +249,7 @@ class SchedulerClient:
             finally:
                 greeted = self.is_connected
                 self._line = None
-                self.overload = OverloadView()
+                self._overload.clear()
             backoff_s = _MIN_BACKOFF_S if greeted else min(2 * backoff_s, _MAX_BACKOFF_S)
             try:
                 async with asyncio.timeout(backoff_s * (0.5 + self._rng.random())):
@@ -349,7 +358,7 @@ class SchedulerClient:
             case "lease_refused":
                 self._on_lease_refused(message.lease_refused)
             case "overload":
-                self.overload = overload_view(message.overload)
+                self._overload[message.overload.pool or DEFAULT_POOL] = overload_view(message.overload)
             case other:
                 raise RpcError(Code.INTERNAL, f"unexpected message from the scheduler: {other}")
 

@@ -109,6 +109,7 @@ def adapter_info(record: AdapterRecord) -> admin_pb2.AdapterInfo:
         number=record.number,
         state=record.state,
         report=record.report,
+        pool=record.pool,
     )
 
 

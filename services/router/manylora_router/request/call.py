@@ -16,7 +16,7 @@ from typing import Self
 from manylora.v1 import common_pb2
 from manylora_shared.constraints.constraint import ConstraintKind
 from manylora_shared.errors import Cancelled, CircuitOpen, Draining, InternalError, ManyloraError, WorkerLost
-from manylora_shared.ids import TenantId
+from manylora_shared.ids import DEFAULT_POOL, TenantId
 from manylora_shared.telemetry import Attribute, Attributes, Span, SpanName, Telemetry, request_attributes
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.policy import TenantQuotas
@@ -41,7 +41,7 @@ from manylora_router.request.job import Job
 from manylora_router.request.reckoning import Reckonings
 from manylora_router.request.record import Record, tokens_in
 from manylora_router.request.stream_writes import StreamWrites
-from manylora_router.text.service import TextService
+from manylora_router.text.texts import Texts
 
 _LOG = logging.getLogger(__name__)
 _JSON = (ConstraintKind.JSON_SCHEMA, ConstraintKind.JSON_OBJECT)
@@ -69,7 +69,7 @@ class Calls:
         directory: Directory,
         scheduler: SchedulerClient,
         channels: WorkerChannels,
-        text: TextService,
+        texts: Texts,
         telemetry: Telemetry,
         rng: random.Random,
         tokens: ResumeTokens,
@@ -91,7 +91,7 @@ class Calls:
         self.scheduler = scheduler
         self.channels = channels
         self.reckonings = Reckonings(channels)
-        self.text = text
+        self.texts = texts
         self.telemetry = telemetry
         self.rng = rng
         self.recent = Recent()
@@ -151,7 +151,8 @@ class Call:
             Attribute.MODEL: model.name if model is not None else "",
         }
         self.writes = StreamWrites(calls.telemetry, self.span)
-        self.adapter: Adapter | None = None  # once it is known
+        self.adapter: Adapter | None = None  # once it is known; and the pool
+        self.pool = DEFAULT_POOL
         self._told_at = 0.0  # its last tokens
         self._permit: Permit | None = None
         self._execution: Execution | None = None
@@ -199,15 +200,23 @@ class Call:
         """All that happens before `begin`."""
         return self._calls.telemetry.span(SpanName.ADMISSION, parent=self.span.traceparent, attributes=self._attributes)
 
+    def goes_to(self, pool: str) -> None:
+        if pool != DEFAULT_POOL:
+            self.pool = pool
+            self.span.set(Attribute.POOL, pool)
+            model = self._calls.directory.models.get(pool)
+            self._genai[Attribute.MODEL] = model.name if model is not None else ""
+
     def begin(self, job: Job, permit: Permit) -> None:
         calls, skips, kept = self._calls, self._request.skip_special_tokens, self._request.kept_tokens
+        text = calls.texts.known(job.pool)
         self._permit = permit
         self._execution = Execution(
             job,
             scheduler=calls.scheduler,
             channels=calls.channels,
             reckonings=calls.reckonings,
-            detokenizers=[calls.text.detokenizer(job.prompt_token_ids, skips, kept) for _ in range(job.n)],
+            detokenizers=[text.detokenizer(job.prompt_token_ids, skips, kept) for _ in range(job.n)],
             let_resume=self._let_resume,
             telemetry=calls.telemetry,
             rng=calls.rng,
@@ -276,6 +285,7 @@ class Call:
             asked_max_tokens=degraded.asked_max_tokens if degraded is not None else job.max_tokens,
             overload_level=degraded.overload_level if degraded is not None else 0,
             expires_unix_s=self._calls.now_unix_s() + VALID_S,
+            pool=job.pool,
         )
         return replace(started, resume_token=self._calls.tokens.seal(begun))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from manylora.v1 import scheduler_pb2
 from manylora_shared.constraints.constraint import Constraint
-from manylora_shared.ids import QosClass, TenantId
+from manylora_shared.ids import DEFAULT_POOL, QosClass, TenantId
 from manylora_shared.sampling import Sampling
 from manylora_shared.telemetry import request_attributes
 from manylora_shared.telemetry.names import AttributeValue
@@ -37,6 +37,7 @@ class Job:
     received_at: float  # by the event loop's clock, as is the deadline
     deadline: float | None
     traceparent: str
+    pool: str = DEFAULT_POOL  # whose workers run it
     can_stream: bool = True  # False: all frames come at the end
     constraint: Constraint | None = None
     degraded: Degraded | None = None  # by overload; `max_tokens` is as it is in force
@@ -90,6 +91,7 @@ class Job:
             sequences=sequences,
             traceparent=traceparent,
             resumed=self.is_resumed,
+            pool="" if self.pool == DEFAULT_POOL else self.pool,
         )
 
     def attributes(self) -> dict[str, AttributeValue]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from manylora_shared.errors import Code, QuotaBreach
-from manylora_shared.ids import AdapterUid, RequestId, RouterId, TenantId, WorkerId
+from manylora_shared.ids import DEFAULT_POOL, AdapterUid, RequestId, RouterId, TenantId, WorkerId
 from manylora_shared.tenancy.overload import OverloadView
 from manylora_shared.tenancy.policy import TenantPolicy
 from manylora_shared.tenancy.quota import QuotaLevel
@@ -79,9 +79,10 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class RoutersRefused:
-    """So many requests of these flows, by the overload view."""
+    """So many requests of these flows, by the overload view of the pool."""
 
     flows: tuple[tuple[FlowKey, int], ...]
+    pool: str = DEFAULT_POOL
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,7 @@ class WorkerJoined:
     address: str
     device: str
     max_context_tokens: int
+    pool: str = DEFAULT_POOL
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +206,7 @@ class SendOverload:
 
     view: OverloadView
     router_id: RouterId | None = None
+    pool: str = DEFAULT_POOL
 
 
 @dataclass(frozen=True, slots=True)

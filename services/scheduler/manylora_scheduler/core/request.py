@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from manylora_shared.fairness.seam import Rank
-from manylora_shared.ids import AdapterKey, QosClass, RequestId, RouterId, TenantId, WorkerId
+from manylora_shared.ids import DEFAULT_POOL, AdapterKey, QosClass, RequestId, RouterId, TenantId, WorkerId
 
 from manylora_scheduler.core.timers import Timed
 
@@ -44,6 +44,7 @@ class QueuedRequest:
     is_resumed: bool = False  # a worker had begun it: its prompt is charged already
     traceparent: str = ""
     enqueued_ns: int = 0  # Unix time, for traces; 0 while they are off
+    pool: str = DEFAULT_POOL
 
 
 class Phase(enum.Enum):

@@ -13,7 +13,7 @@ from itertools import islice
 
 from manylora_shared.composition import uids_of
 from manylora_shared.errors import Code
-from manylora_shared.ids import QosClass, RequestId, TenantId, WorkerId
+from manylora_shared.ids import DEFAULT_POOL, QosClass, RequestId, TenantId, WorkerId
 from manylora_shared.tenancy.overload import (
     ADMISSION,
     NO_SAMPLE,
@@ -100,9 +100,12 @@ class OverloadState:
 class OverloadGate:
     """The core behind overload control: the same seam, `apply` and `next_wakeup`."""
 
-    def __init__(self, core: Core, targets: OverloadTargets | None = None, *, enabled: bool = True) -> None:
+    def __init__(
+        self, core: Core, targets: OverloadTargets | None = None, *, enabled: bool = True, pool: str = DEFAULT_POOL
+    ) -> None:
         """`enabled`: whether anything is given up; it is measured either way."""
-        self._core = core
+        self.pool = pool
+        self.core = core
         self._core_view = core.view
         self._targets = targets or OverloadTargets()
         self._enabled = enabled
@@ -149,7 +152,7 @@ class OverloadGate:
                 self._book.worker_gone(event.worker_id)
             case PolicyChanged(policy=None):
                 self._own.pop(event.tenant_id, None)
-        commands += self._seen(self._core.apply(event, now), now)
+        commands += self._seen(self.core.apply(event, now), now)
         for flow, before in served.items():
             done = self._core_view.served_cost(flow) - before
             if done > 0:  # a record that was forgotten begins anew
@@ -159,7 +162,7 @@ class OverloadGate:
         if isinstance(event, Enqueued) and not self._core_view.is_queued(event.request.request_id):
             self._leave(event.request, now)  # the core did not take it: its router's stream is another by now
         if isinstance(event, RouterConnected) and not self._view.is_quiet:
-            commands.append(SendOverload(self._view, event.router_id))
+            commands.append(SendOverload(self._view, event.router_id, self.pool))
         if self._tick_at is not None and now >= self._tick_at:
             commands += self._tick(now)
         elif self._tick_at is None and (self._book.num_queued or self._is_used):
@@ -167,7 +170,7 @@ class OverloadGate:
         return commands
 
     def next_wakeup(self) -> float | None:
-        return earlier(self._core.next_wakeup(), self._tick_at)
+        return earlier(self.core.next_wakeup(), self._tick_at)
 
     def state(self) -> OverloadState:
         demand = {tenant_id: self._demand.tops(tenant_id)[-1] for tenant_id in self._view.tenants}
@@ -179,7 +182,7 @@ class OverloadGate:
 
     def check_invariants(self) -> None:
         assert self._book.num_queued == sum(len(book.queued) for book in self._book.flows.values())
-        assert self._book.num_queued == self._core.num_queued
+        assert self._book.num_queued == self.core.num_queued
         queued = [request_id for book in self._book.flows.values() for request_id in book.queued]
         assert all(self._core_view.is_queued(request_id) for request_id in queued)
 
@@ -249,10 +252,10 @@ class OverloadGate:
                 cluster, own = {}, {}
             self._move(cluster, own, dt_s)
             view = self._make_view()
-            self._core.set_precedence(None if view.is_quiet else self)
+            self.core.set_precedence(None if view.is_quiet else self)
             if view != self._view:
                 self._view = view
-                commands.append(SendOverload(view))
+                commands.append(SendOverload(view, pool=self.pool))
             commands += self._shed(looked_at, now)
         if now - self._looked_at >= LOOK_S:
             self._looked_at = now
@@ -365,7 +368,7 @@ class OverloadGate:
             room -= len(shed)
             if shed:
                 self._counts[qos_class].shed += len(shed)
-                commands += self._seen(self._core.apply(Shed(tuple(shed)), now), now)
+                commands += self._seen(self.core.apply(Shed(tuple(shed)), now), now)
         return commands
 
 

@@ -5,6 +5,7 @@
     {"reserved": [[request id, flow, what is left of its reservation], ...]}
     {"counted": {worker: [[flow, cost], ...], ...}}
     {"settled": [[flow, tokens], ...]}
+    {"pool": name}   what follows is of this pool, with flows of its own; before the first: of the default one
 
 in any number and order, but flows are named before others mention them, by their place among all flows.
 """
@@ -13,12 +14,13 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
+from manylora_shared.coordination.pool import MAX_POOLS
 from manylora_shared.fairness.queue_succession import FlowSnapshot, Snapshot
-from manylora_shared.ids import QosClass, RequestId, TenantId
+from manylora_shared.ids import DEFAULT_POOL, QosClass, RequestId, TenantId, name_problem
 
 from manylora_scheduler.core.request import FlowKey
 from manylora_scheduler.core.succession import ClockSnapshot
@@ -29,18 +31,29 @@ _MAX_WHOLE = 1 << 128
 
 
 class Legacy(NamedTuple):
-    clock: ClockSnapshot
+    clocks: Mapping[str, ClockSnapshot]  # by pool; the default one is always there
     settled: Mapping[FlowKey, int]  # tokens that flows were charged since there is a cluster
 
 
 def encode(legacy: Legacy) -> Iterator[bytes]:
     """In steps of at most some milliseconds; a step may have no bytes."""
-    snapshot, settled = legacy
     compress = zlib.compressobj(level=1)
-    index: dict[FlowKey, int] = {}
 
     def line(name: str, value: object) -> bytes:
         return compress.compress(json.dumps({name: value}, separators=(",", ":")).encode() + b"\n")
+
+    yield from _encode_pool(legacy.clocks[DEFAULT_POOL], legacy.settled, line)
+    for pool, snapshot in legacy.clocks.items():
+        if pool != DEFAULT_POOL:
+            yield line("pool", pool)
+            yield from _encode_pool(snapshot, {}, line)
+    yield compress.flush()
+
+
+def _encode_pool(
+    snapshot: ClockSnapshot, settled: Mapping[FlowKey, int], line: Callable[[str, object], bytes]
+) -> Iterator[bytes]:
+    index: dict[FlowKey, int] = {}
 
     def named(flow: FlowKey, unnamed: list[tuple[object, ...]]) -> int:
         found = index.get(flow)
@@ -68,44 +81,63 @@ def encode(legacy: Legacy) -> Iterator[bytes]:
     for worker_id, counted in snapshot.counted.items():
         yield from of_flows("counted", counted, worker_id)
     yield from of_flows("settled", settled)
-    yield compress.flush()
+
+
+class _Section:
+    """Of one pool."""
+
+    def __init__(self) -> None:
+        self._clock: int | None = None
+        self._flows: list[FlowKey] = []
+        self._known: list[FlowSnapshot[FlowKey]] = []
+        self._reserved: list[tuple[RequestId, FlowKey, int]] = []
+        self._counted: dict[str, dict[FlowKey, int]] = {}
+        self.settled: dict[FlowKey, int] = {}
+
+    def take(self, name: str, value: Any) -> None:
+        flows = self._flows
+        match name:
+            case "clock":
+                self._clock = _whole(value)
+            case "flows":
+                for tenant, qos_class, weight, tag, queued in value:
+                    flow = FlowKey(TenantId(str(tenant)), QosClass(qos_class))
+                    flows.append(flow)
+                    if weight:
+                        self._known.append(FlowSnapshot(flow, _whole(weight), _tag(tag), bool(queued)))
+            case "reserved":
+                self._reserved += [(RequestId(str(r)), _flow(flows, i), _whole(left)) for r, i, left in value]
+            case "counted":
+                for worker_id, totals in value.items():
+                    of_worker = self._counted.setdefault(worker_id, {})
+                    of_worker.update((_flow(flows, i), _whole(total)) for i, total in totals)
+            case "settled":
+                self.settled.update((_flow(flows, i), _whole(total)) for i, total in value)
+            case other:
+                raise ValueError(f"{other} is not known")
+
+    def snapshot(self) -> ClockSnapshot:
+        if self._clock is None:
+            raise ValueError("this is no clock: it has no time")
+        return Snapshot(self._clock, tuple(self._known), tuple(self._reserved), self._counted)
 
 
 def decode(data: bytes) -> Legacy:
     """Raises ValueError."""
-    clock: int | None = None
-    flows: list[FlowKey] = []
-    known: list[FlowSnapshot[FlowKey]] = []
-    reserved: list[tuple[RequestId, FlowKey, int]] = []
-    counted: dict[str, dict[FlowKey, int]] = {}
-    settled: dict[FlowKey, int] = {}
+    sections = {DEFAULT_POOL: (section := _Section())}
     try:
         for text in _decompressed(data).splitlines():
             ((name, value),) = json.loads(text).items()
-            match name:
-                case "clock":
-                    clock = _whole(value)
-                case "flows":
-                    for tenant, qos_class, weight, tag, queued in value:
-                        flow = FlowKey(TenantId(str(tenant)), QosClass(qos_class))
-                        flows.append(flow)
-                        if weight:
-                            known.append(FlowSnapshot(flow, _whole(weight), _tag(tag), bool(queued)))
-                case "reserved":
-                    reserved += [(RequestId(str(r)), _flow(flows, i), _whole(left)) for r, i, left in value]
-                case "counted":
-                    for worker_id, totals in value.items():
-                        of_worker = counted.setdefault(worker_id, {})
-                        of_worker.update((_flow(flows, i), _whole(total)) for i, total in totals)
-                case "settled":
-                    settled.update((_flow(flows, i), _whole(total)) for i, total in value)
-                case other:
-                    raise ValueError(f"{other} is not known")
+            if name != "pool":
+                section.take(name, value)
+                continue
+            if not isinstance(value, str) or name_problem(value) or value in sections or len(sections) >= MAX_POOLS:
+                raise ValueError(f"{str(value)[:40]} is no further pool")
+            section = sections[value] = _Section()
     except (zlib.error, TypeError, AttributeError, IndexError, RecursionError) as e:
         raise ValueError(f"this is no clock: {e}") from e
-    if clock is None:
-        raise ValueError("this is no clock: it has no time")
-    return Legacy(Snapshot(clock, tuple(known), tuple(reserved), counted), settled)
+    clocks = {pool: section.snapshot() for pool, section in sections.items()}
+    return Legacy(clocks, sections[DEFAULT_POOL].settled)
 
 
 def _decompressed(data: bytes) -> bytes:

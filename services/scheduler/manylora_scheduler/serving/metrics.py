@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from manylora_shared.ids import QosClass, WorkerId
 from manylora_shared.telemetry import Attribute, Metrics, Telemetry
@@ -18,22 +18,26 @@ class TermMetrics:
         self._given_up: dict[tuple[QosClass, str], int] = {}  # by class and stage
         self._evicted: dict[tuple[WorkerId, str], int] = {}  # by worker and kind
 
-    def record(self, state: OverloadState, workers: Mapping[WorkerId, Told | None]) -> None:
-        """`workers`: what each has told; None: its stream is down."""
+    def record(self, states: Sequence[OverloadState], workers: Mapping[WorkerId, Told | None]) -> None:
+        """states: of the pools. workers: what each has told; None: its stream is down."""
         telemetry = self._telemetry
         if not telemetry.has_metrics:
             return
-        telemetry.gauge(Metrics.OVERLOAD_LEVEL, state.view.level)
-        telemetry.gauge(Metrics.OVERLOAD_TENANTS, sum(tenant.level > 0 for tenant in state.view.tenants.values()))
-        for qos_class, counts in state.counts.items():
-            for stage, total in counts.by_stage().items():
+        views = [state.view for state in states]
+        telemetry.gauge(Metrics.OVERLOAD_LEVEL, max(view.level for view in views))
+        overloaded = {name for view in views for name, tenant in view.tenants.items() if tenant.level > 0}
+        telemetry.gauge(Metrics.OVERLOAD_TENANTS, len(overloaded))
+        for qos_class in QosClass:
+            told = [state.counts[qos_class].by_stage() for state in states]
+            for stage in told[0]:
+                total = sum(each[stage] for each in told)
                 grown = total - self._given_up.get((qos_class, stage), 0)
                 if grown:
                     self._given_up[qos_class, stage] = total
                     labels = {Attribute.QOS_CLASS: qos_class.value, Attribute.STAGE: stage}
                     telemetry.count(Metrics.OVERLOAD_GIVEN_UP, grown, labels)
         for kind in NOISY_KINDS:
-            noisy = {noisy.tenant_id for noisy in state.noisy if noisy.kind == kind}
+            noisy = {noisy.tenant_id for state in states for noisy in state.noisy if noisy.kind == kind}
             telemetry.gauge(Metrics.NOISY_NEIGHBOURS, len(noisy), {Attribute.KIND: kind})
         telemetry.gauge(Metrics.CONNECTED_WORKERS, sum(told is not None for told in workers.values()))
         self._record_adapters(workers)

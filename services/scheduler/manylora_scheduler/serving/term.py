@@ -16,7 +16,7 @@ from manylora_shared.coordination.base import StoreUnavailable
 from manylora_shared.coordination.policies import StoredPolicy, stored_policy
 from manylora_shared.coordination.records import WorkerRecord
 from manylora_shared.errors import Code, ServiceUnavailable
-from manylora_shared.ids import RouterId, TenantId, WorkerId
+from manylora_shared.ids import DEFAULT_POOL, RouterId, TenantId, WorkerId
 from manylora_shared.process.heap import collector_paused
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.telemetry.logs import fields
@@ -42,7 +42,9 @@ from manylora_scheduler.core.events import (
     WorkerLeft,
     WorkerReported,
 )
+from manylora_scheduler.core.succession import ClockSnapshot
 from manylora_scheduler.gates.overload import OverloadGate
+from manylora_scheduler.gates.pools import Pools
 from manylora_scheduler.gates.queue_delay import OverloadTargets
 from manylora_scheduler.gates.quota import QuotaGate
 from manylora_scheduler.serving.clock_codec import Legacy
@@ -59,6 +61,7 @@ from manylora_scheduler.serving.wire import (
     neighbour_status,
     overload_message,
     overload_status,
+    pool_status,
     quota_status,
     refusal_message,
     worker_status,
@@ -113,12 +116,17 @@ class Term:
         self._spans = QueueSpans(telemetry, scheduler_id, epoch)
         self._rng = rng
         self._loop = asyncio.get_running_loop()
-        self.core = Core(limits, predecessor.clock if predecessor is not None else None, order)
         self._clock = clock
-        self.overload = OverloadGate(self.core, targets, enabled=overload)
+
+        def make(pool: str, left: ClockSnapshot | None) -> OverloadGate:
+            return OverloadGate(Core(limits, left, order), targets, enabled=overload, pool=pool)
+
+        self.pools = Pools(make, predecessor.clocks if predecessor is not None else {})
+        self.core = self.pools.default.core
+        self.overload = self.pools.default
         settled = predecessor.settled.items() if predecessor is not None else ()
         known = {flow: tokens for flow, tokens in settled if flow.tenant_id in policies}
-        self.quotas = QuotaGate(self.overload, self._loop.time(), known)
+        self.quotas = QuotaGate(self.pools, self._loop.time(), known)
         self._routers: dict[RouterId, RouterLine] = {}
         self._workers: dict[WorkerId, WorkerLine] = {}
         self._ending: dict[asyncio.Task[None], None] = {}
@@ -223,14 +231,15 @@ class Term:
     def worker_changed(self, worker_id: WorkerId, record: WorkerRecord | None) -> None:
         """None: its record went."""
         line = self._workers.get(worker_id)
-        if line is not None and (record is None or record.address != line.address):
+        if line is not None and (record is None or (record.address, record.pool) != (line.address, line.pool)):
             self._end_line(worker_id)
             self.post(WorkerLeft(worker_id))
         if record is not None and worker_id not in self._workers:
-            self.post(WorkerJoined(worker_id, record.address, record.device, record.max_context_tokens))
+            self.post(WorkerJoined(worker_id, record.address, record.device, record.max_context_tokens, record.pool))
             self._workers[worker_id] = WorkerLine(
                 worker_id,
                 record.address,
+                pool=record.pool,
                 hello=worker_pb2.ControlHello(epoch=self.epoch, scheduler_id=self._scheduler_id),
                 transport=self._transport,
                 post=self._post_of_worker,
@@ -242,7 +251,7 @@ class Term:
     def _post_of_worker(self, event: Event) -> None:
         """After a takeover workers may tell of work before a router tells of its tenant."""
         if isinstance(event, WorkerReported):
-            for tenant_id in self.core.view.tenants_charged(event):
+            for tenant_id in self.pools.core_of(event.worker_id).view.tenants_charged(event):
                 self.learn_tenant(tenant_id)
         self.post(event)
 
@@ -264,8 +273,8 @@ class Term:
         while True:
             await asyncio.sleep(self._clock_pause_s)
             told = {worker_id: line.told for worker_id, line in self._workers.items()}
-            self._metrics.record(self.overload.state(), told)
-            if self.core.is_restoring:
+            self._metrics.record([gate.state() for gate in self.pools.gates.values()], told)
+            if self.pools.is_restoring:
                 continue
             try:
                 if not await self._clock.save(self._take_clock()):
@@ -276,7 +285,7 @@ class Term:
 
     async def _save_last(self) -> None:
         """The planned end of a term: the next leader begins exactly where this one ended."""
-        if self.core.is_restoring:
+        if self.pools.is_restoring:
             return
         try:
             async with asyncio.timeout(LAST_SAVE_TIMEOUT_S):
@@ -286,10 +295,11 @@ class Term:
 
     def _take_clock(self) -> Legacy:
         with collector_paused():
-            snapshot = self.core.clock_snapshot()
+            clocks = self.pools.clocks()
             settled = self.quotas.authority.settled()
-        self._clock_pause_s = max(MIN_CLOCK_PAUSE_S, snapshot.size / CLOCK_ENTRIES_PER_S)
-        return Legacy(snapshot, settled)
+        size = sum(clock.size for clock in clocks.values())
+        self._clock_pause_s = max(MIN_CLOCK_PAUSE_S, size / CLOCK_ENTRIES_PER_S)
+        return Legacy(clocks, settled)
 
     def _keeping_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -299,9 +309,10 @@ class Term:
 
     def scheduler_status(self, address: str) -> admin_pb2.SchedulerStatus:
         now = self._loop.time()
-        flows = [flow_status(view) for view in self.core.view.flow_views(now)]
+        gates = self.pools.gates
+        flows = [flow_status(view, pool) for pool, gate in gates.items() for view in gate.core.view.flow_views(now)]
         quotas = [quota_status(view) for view in self.quotas.authority.views(now)]
-        overload = self.overload.state()
+        states = {pool: gate.state() for pool, gate in gates.items()}
         told = {worker_id: line.told for worker_id, line in self._workers.items() if line.told is not None}
         return admin_pb2.SchedulerStatus(
             reachable=True,
@@ -309,20 +320,24 @@ class Term:
             epoch=self.epoch,
             flows=flows,
             quotas=quotas,
-            overload=overload_status(overload),
-            neighbours=[neighbour_status(noisy) for noisy in overload.noisy],
+            overload=overload_status(states[DEFAULT_POOL]),
+            neighbours=[neighbour_status(noisy) for state in states.values() for noisy in state.noisy],
+            pools=[pool_status(pool, gates[pool].core, state) for pool, state in states.items()],
             adapters=adapter_sums(each.adapters for each in told.values()),
-            kv=kv_statuses((self.overload.kv_blocks(worker), each.kv_block_bytes) for worker, each in told.items()),
+            kv=kv_statuses((self._kv_blocks(worker), each.kv_block_bytes) for worker, each in told.items()),
             setbacks=sums(status_pb2.TenantSetbacks, (each.setbacks for each in told.values())),
         )
 
     def worker_statuses(self) -> list[admin_pb2.WorkerStatus]:
         found = []
-        for view in self.core.workers:
+        for pool, view in self.pools.workers:
             line = self._workers.get(view.worker_id)
             told = line.told if line is not None and line.told is not None else Told()
-            found.append(worker_status(view, told, self.overload.kv_blocks(view.worker_id)))
+            found.append(worker_status(view, told, self._kv_blocks(view.worker_id), pool))
         return found
+
+    def _kv_blocks(self, worker_id: WorkerId) -> Mapping[TenantId, int]:
+        return self.pools.gate_of(worker_id).kv_blocks(worker_id)
 
     # ---- the inside
 
@@ -343,7 +358,7 @@ class Term:
     def _send(self, command: Command, began_ns: int) -> None:
         match command:
             case SendGrant():
-                self._spans.granted(command, began_ns, self.core.num_queued)
+                self._spans.granted(command, began_ns, self.pools.num_queued)
                 self._send_to_router(command, grant_message(command, self.epoch))
             case SendRefusal():
                 self._spans.ended(command.request, command.code, command.message)
@@ -370,7 +385,7 @@ class Term:
             _LOG.debug("a request was refused", extra=fields(request=request.request_id, **flow, **why))
 
     def _send_overload(self, command: SendOverload) -> None:
-        message = overload_message(command.view)
+        message = overload_message(command.view, command.pool)
         for line in list(self._routers.values()):
             if command.router_id in (None, line.router_id):
                 line.send(message)

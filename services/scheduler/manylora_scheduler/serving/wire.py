@@ -9,10 +9,20 @@ from collections.abc import Iterable, Mapping
 from manylora.v1 import admin_pb2, scheduler_pb2, worker_pb2
 from manylora_shared.composition import key_problem
 from manylora_shared.errors import InvalidRequest, QuotaBreach
-from manylora_shared.ids import AdapterUid, Composition, QosClass, RequestId, RouterId, TenantId, name_problem
+from manylora_shared.ids import (
+    DEFAULT_POOL,
+    AdapterUid,
+    Composition,
+    QosClass,
+    RequestId,
+    RouterId,
+    TenantId,
+    name_problem,
+)
 from manylora_shared.tenancy.overload import OverloadView, rung_of
 from manylora_shared.wire import QOS_CLASSES, QOS_NUMBERS
 
+from manylora_scheduler.core.core import Core
 from manylora_scheduler.core.core_view import FlowView
 from manylora_scheduler.core.events import (
     HeldLease,
@@ -75,6 +85,7 @@ def queued_request(
         raise InvalidRequest.of("adapter_uid", problem)
     if message.sequences > MAX_SEQUENCES:
         raise InvalidRequest.of("sequences", f"must be at most {MAX_SEQUENCES}")
+    pool = _pool_of(message)
     deadline = None
     if message.HasField("timeout_s"):
         if math.isnan(message.timeout_s):
@@ -94,7 +105,16 @@ def queued_request(
         is_resumed=message.resumed,
         traceparent=message.traceparent,
         enqueued_ns=enqueued_ns,
+        pool=pool,
     )
+
+
+def _pool_of(message: scheduler_pb2.Enqueue | scheduler_pb2.Refused) -> str:
+    """Raises InvalidRequest."""
+    pool = message.pool or DEFAULT_POOL
+    if pool != DEFAULT_POOL and (problem := name_problem(pool)):
+        raise InvalidRequest.of("pool", problem)
+    return pool
 
 
 def worker_report(message: worker_pb2.ControlReport) -> WorkerReport:
@@ -181,8 +201,10 @@ def lease_message(lease: SendLease | SendLeaseRefusal) -> scheduler_pb2.Schedule
     )
 
 
-def overload_message(view: OverloadView) -> scheduler_pb2.ScheduleResponse:
-    overload = scheduler_pb2.Overload(level=view.level, limit_shares=_finite(view.limit), crowded=view.is_crowded)
+def overload_message(view: OverloadView, pool: str) -> scheduler_pb2.ScheduleResponse:
+    overload = scheduler_pb2.Overload(
+        level=view.level, limit_shares=_finite(view.limit), crowded=view.is_crowded, pool=pool
+    )
     for tenant_id, tenant in view.tenants.items():
         interactive, standard, batch = tenant.tops
         overload.tenants.add(
@@ -204,7 +226,8 @@ def refused_flows(message: scheduler_pb2.Refused) -> RoutersRefused:
     """Raises InvalidRequest."""
     for flow in message.flows:
         _check_tenant("refused.flows.tenant_id", flow.tenant_id)
-    return RoutersRefused(tuple((flow_key(f.tenant_id, f.qos_class), f.requests) for f in message.flows))
+    flows = tuple((flow_key(f.tenant_id, f.qos_class), f.requests) for f in message.flows)
+    return RoutersRefused(flows, _pool_of(message))
 
 
 def overload_status(state: OverloadState) -> admin_pb2.OverloadStatus:
@@ -241,6 +264,16 @@ def overload_status(state: OverloadState) -> admin_pb2.OverloadStatus:
     )
 
 
+def pool_status(pool: str, core: Core, state: OverloadState) -> admin_pb2.PoolStatus:
+    return admin_pb2.PoolStatus(
+        pool=pool,
+        workers=sum(worker.serving for worker in core.workers),
+        queued=core.num_queued,
+        running=core.num_granted,
+        overload=overload_status(state),
+    )
+
+
 def neighbour_status(noisy: Noisy) -> admin_pb2.NoisyNeighbour:
     return admin_pb2.NoisyNeighbour(
         kind=noisy.kind, tenant_id=noisy.tenant_id, worker_id=noisy.worker_id, evidence=dict(noisy.evidence)
@@ -264,7 +297,7 @@ def _breach(breach: QuotaBreach) -> scheduler_pb2.QuotaBreach:
     )
 
 
-def flow_status(view: FlowView) -> admin_pb2.FlowStatus:
+def flow_status(view: FlowView, pool: str) -> admin_pb2.FlowStatus:
     return admin_pb2.FlowStatus(
         tenant_id=view.flow.tenant_id,
         qos_class=QOS_NUMBERS[view.flow.qos_class],
@@ -274,6 +307,7 @@ def flow_status(view: FlowView) -> admin_pb2.FlowStatus:
         served_cost=view.served_cost,
         weight=view.weight,
         debt_cost=view.debt_cost,
+        pool=pool,
     )
 
 
@@ -291,7 +325,7 @@ def kv_statuses(workers: Iterable[tuple[Mapping[TenantId, int], int]]) -> list[a
     return [found[tenant_id] for tenant_id in sorted(found)]
 
 
-def worker_status(view: WorkerView, told: Told, kv_blocks: Mapping[TenantId, int]) -> admin_pb2.WorkerStatus:
+def worker_status(view: WorkerView, told: Told, kv_blocks: Mapping[TenantId, int], pool: str) -> admin_pb2.WorkerStatus:
     """kv_blocks: by tenant."""
     tiers = list(view.adapters.values())
     return admin_pb2.WorkerStatus(
@@ -309,6 +343,7 @@ def worker_status(view: WorkerView, told: Told, kv_blocks: Mapping[TenantId, int
         counters=told.counters,
         kv_block_bytes=told.kv_block_bytes,
         tenants=_worker_tenants(told, kv_blocks),
+        pool=pool,
     )
 
 

@@ -38,6 +38,7 @@ class WorkerLine:
         worker_id: WorkerId,
         address: str,
         *,
+        pool: str,
         hello: worker_pb2.ControlHello,
         transport: Transport,
         post: Callable[[Event], None],
@@ -46,6 +47,7 @@ class WorkerLine:
         failed: Callable[[BaseException], None],
     ) -> None:
         self.address = address
+        self.pool = pool
         self.told: Told | None = None  # while the stream is up
         self._worker_id = worker_id
         self._hello = hello

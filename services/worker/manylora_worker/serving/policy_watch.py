@@ -30,7 +30,9 @@ PIN_RETRY_S = 5.0
 
 
 class TenantWatch:
-    def __init__(self, store: Store, runtime: Runtime) -> None:
+    def __init__(self, store: Store, runtime: Runtime, pool: str) -> None:
+        """pool: whose adapters it keeps, of those that are pinned."""
+        self._pool = pool
         self._runtime = runtime
         self._tenants = PolicyMirror(store, self._tenant_changed)
         self._adapters = Mirror(store, keys.ADAPTERS, parse=AdapterRecord.stored, on_change=self._adapter_changed)
@@ -128,12 +130,18 @@ class TenantWatch:
             return
         self._has_pins = bool(self._pinned)
         pins = {
-            tenant_id: [self._pin(policy, name) for name in policy.pinned_adapters]
+            tenant_id: [self._pin(policy, name) for name in policy.pinned_adapters if self._is_ours(policy, name)]
             for tenant_id, policy in self._pinned.items()
         }
-        records = self._adapters.values.values()
+        records = [record for record in self._adapters.values.values() if record.pool == self._pool]
         largest_bytes = max((each.size_bytes for record in records for each in record.line.served), default=0)
         self._runtime.set_pins(pins, largest_bytes)
+
+    def _is_ours(self, policy: TenantPolicy, name: AdapterName) -> bool:
+        record = self._adapters.values.get(f"{policy.tenant_id}/{name}")
+        if record is None:  # it is missed where it would most likely be
+            return policy.pools[0] == self._pool
+        return record.pool == self._pool
 
     def _pin(self, policy: TenantPolicy, name: AdapterName) -> Pin:
         record = self._adapters.values.get(f"{policy.tenant_id}/{name}")

@@ -32,6 +32,9 @@ def add(
         ),
     ],
     tenant: Tenant,
+    pool: Annotated[
+        str, typer.Option(help="For whose base model it is; default: the other versions', else the policy's first.")
+    ] = "",
     as_json: Json = False,
     server: Server = DEFAULT_SERVER,
     key: Key = None,
@@ -39,7 +42,7 @@ def add(
     """Upload, check and register an adapter."""
     from manylora.cli import adapters
 
-    run(adapters.add(connect(server, key), tenant, name, path, as_json=as_json), as_json=as_json)
+    run(adapters.add(connect(server, key), tenant, name, path, pool=pool, as_json=as_json), as_json=as_json)
 
 
 @adapter_app.command()

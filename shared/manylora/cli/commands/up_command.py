@@ -46,6 +46,18 @@ ToolParserOption = Annotated[
 ReasoningParserOption = Annotated[
     ReasoningParser, typer.Option(help="How they set reasoning apart; auto: by its chat template.")
 ]
+ModelOption = Annotated[
+    str, typer.Option(help="Folder of a Hugging Face model, or its cached hub id; `demo` comes along.")
+]
+Data = Annotated[Path, typer.Option(file_okay=False, help="Folder of the cluster's state: etcd, adapters, logs.")]
+Pools = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=MODEL",
+        help="A further pool, of another model, with as many workers; tenants whose policies name it may use it. "
+        "May be repeated.",
+    ),
+]
 Schedulers = Annotated[int, typer.Option(min=1, max=8, help="One leads, the others stand by.")]
 KvCacheMb = Annotated[
     int | None, typer.Option(min=1, help="Memory for keys and values, a worker; default: the worker's choice.")
@@ -108,20 +120,17 @@ HttpPort = Annotated[
 
 
 def up(
-    model: Annotated[
-        str, typer.Option(help="Folder of a Hugging Face model, or its cached hub id; `demo` comes along.")
-    ],
+    model: ModelOption,
     tenants: Tenants = None,
-    workers: Annotated[int, typer.Option(min=1, max=64)] = 1,
+    pool: Pools = None,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Of each pool.")] = 1,
     routers: Annotated[int, typer.Option(min=1, max=64)] = 1,
     schedulers: Schedulers = 1,
     tls: WithTls = False,
     device: Devices = "auto",
     port: Port = DEFAULT_PORT,
     http_port: HttpPort = None,
-    data: Annotated[
-        Path, typer.Option(file_okay=False, help="Folder of the cluster's state: etcd, adapters, logs.")
-    ] = Path("manylora-data"),
+    data: Data = Path("manylora-data"),
     etcd: Annotated[str, typer.Option(metavar="URL", help="An etcd that runs already; otherwise one is started.")] = "",
     model_name: Annotated[str, typer.Option(help="The model's name; default: the last part of --model.")] = "",
     model_alias: ModelAliases = None,
@@ -151,6 +160,7 @@ def up(
         model_name=model_name or cluster.name_of(model),
         data=data,
         workers=workers,
+        pools=cluster.pools_of(pool or []),
         routers=routers,
         device=device,
         port=port,

@@ -119,7 +119,10 @@ def _format(is_flat: bool) -> Schema:
 
 _STREAM = closed({"include_usage": _FLAG, "continuous_usage_stats": _FLAG, "include_obfuscation": _ANY})
 COMMON: Mapping[str, Schema] = {
-    "model": {**_TEXT, "description": "The base model's name, an adapter of the key's tenant, or BASE:ADAPTER."},
+    "model": {
+        **_TEXT,
+        "description": "A base model's or a pool's name, an adapter of the key's tenant, or BASE:ADAPTER.",
+    },
     "stream": _FLAG,
     "stream_options": _optional(_STREAM),
     "response_format": _format(is_flat=False),

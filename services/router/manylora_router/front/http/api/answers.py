@@ -6,14 +6,15 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from json.encoder import encode_basestring_ascii
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from manylora.v1 import common_pb2
 from manylora_shared.errors import Overloaded
-from manylora_shared.ids import QosClass
+from manylora_shared.ids import DEFAULT_POOL, QosClass
+from manylora_shared.metadata import ADAPTER_KEY
 from manylora_shared.transport.handling import REFUSAL_DELAY_S
 from manylora_shared.transport.places import Places
 
@@ -30,11 +31,13 @@ from manylora_router.front.kept_answers import KeptAnswers
 from manylora_router.front.loop_turns import Flow
 from manylora_router.front.pace import Pace
 from manylora_router.guard.admission import RequestInput
+from manylora_router.guard.pools import NO_NAMES, ModelNames
 from manylora_router.links.callers import Callers
 from manylora_router.links.moments import Moments
 from manylora_router.request.call import Calls
 from manylora_router.request.frames import ChoiceEnd, Delta, Finished, Frame, Started
 from manylora_router.text.service import TextService
+from manylora_router.text.texts import Texts
 
 _MARK = "\0text"
 _QUEUED_FRAMES = 64
@@ -57,8 +60,10 @@ class Door:
     calls: Calls
     kept: KeptAnswers
     feedback: FeedbackDesk
-    text: TextService
+    text: TextService  # of the pool; `at` gives another's door
     dialect: Dialect
+    texts: Texts
+    dialect_of: Callable[[TextService], Dialect]
     admin: Mapping[str, Callable[..., Any]]  # AdminService's handlers
     places: Places
     pace: Pace  # of large bodies
@@ -66,6 +71,31 @@ class Door:
     now_unix_s: Callable[[], float]
     router_id: str
     console: Moments | None  # what its pages ask; None: there is none
+    pool: str = DEFAULT_POOL
+    names: ModelNames = NO_NAMES
+
+    async def at(self, exchange: Exchange, fields: Fields) -> Door:
+        """For what a body's `model` and the caller's headers name."""
+        tenant, model = exchange.tenant, fields.peek("model")
+        names = self.intake.names(tenant)
+        base, adapter = names.split(model if isinstance(model, str) else "")
+        pool = self.intake.pool_of(tenant, base, adapter or exchange.headers.get(ADAPTER_KEY, ""))
+        if pool == DEFAULT_POOL:
+            return replace(self, names=names)
+        text = await self.texts.of(pool)
+        return replace(self, names=names, pool=pool, text=text, dialect=self.dialect_of(text))
+
+    @property
+    def max_context_tokens(self) -> int:
+        """0 while no worker was ever seen."""
+        model = self.intake.model_of(self.pool)
+        return model.limits.max_context_tokens if model is not None else 0
+
+    @property
+    def model_digest(self) -> str:
+        """Empty while no worker was ever seen."""
+        model = self.intake.model_of(self.pool)
+        return model.digest if model is not None else ""
 
     async def read(self, exchange: Exchange, qos_class: QosClass | None = None) -> Fields:
         """The body's fields."""
@@ -176,7 +206,7 @@ class Answering:
             "object": shape.event_name if form.is_stream else shape.whole_name,
             "created": int(door.now_unix_s()),
             "model": form.model,
-            "system_fingerprint": f"fp_{door.intake.model_digest[:_FINGERPRINT_CHARS]}",
+            "system_fingerprint": f"fp_{door.model_digest[:_FINGERPRINT_CHARS]}",
         }
 
     async def run(self) -> None:

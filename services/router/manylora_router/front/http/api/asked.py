@@ -28,6 +28,7 @@ from manylora_router.guard.admission import (
     MAX_STOP_TOKEN_IDS,
     RequestInput,
 )
+from manylora_router.guard.pools import NO_NAMES, ModelNames
 
 API_KEY = "x-api-key"
 
@@ -108,17 +109,20 @@ def caller_of(headers: Mapping[str, str]) -> Caller:
     )
 
 
-def nameless(caller: Caller) -> RequestInput:
-    """For what asks for no generation."""
-    return RequestInput(None, authorization=caller.authorization, tenant=caller.tenant, adapter=caller.adapter)
+def nameless(caller: Caller, model: str = "", names: ModelNames = NO_NAMES) -> RequestInput:
+    """For what asks for no generation. A model that is none and no adapter's counts for none."""
+    base = names.split(model)[0]
+    return RequestInput(
+        None, authorization=caller.authorization, tenant=caller.tenant, adapter=caller.adapter, model=base
+    )
 
 
 def read(
-    fields: Fields, caller: Caller, base_model: str, *, max_tokens: int | None, top_logprobs: int | None
+    fields: Fields, caller: Caller, names: ModelNames, *, max_tokens: int | None, top_logprobs: int | None
 ) -> tuple[RequestInput, Form]:
     """The request without its prompt, and its answer's form. What is wrong is gathered in `fields`."""
     model = fields.text("model")
-    adapter = _adapter(fields, model, caller.adapter, base_model)
+    base, adapter = _named(fields, model, caller.adapter, names)
     constraint, constraint_name = read_constraint(fields)
     request = RequestInput(
         None,
@@ -136,14 +140,15 @@ def read(
         authorization=caller.authorization,
         tenant=caller.tenant,
         adapter=adapter,
+        model=base,
         conversation=caller.conversation,
         user=caller.user or fields.text("user"),
         traceparent=caller.traceparent,
     )
-    names = {ADAPTER_KEY: "model"} if model else {}
+    called = {ADAPTER_KEY: "model"} if model else {}
     if constraint is not None:
-        names[constraint.field] = constraint_name
-    form = _form(fields, model or base_model, top_logprobs, names)
+        called[constraint.field] = constraint_name
+    form = _form(fields, model or names.own, top_logprobs, called)
     for name, neutral in NOT_BUILT.items():
         fields.only(name, *neutral)
     fields.ignore(*HARMLESS)
@@ -188,12 +193,12 @@ def _form(fields: Fields, model: str, top_logprobs: int | None, names: Mapping[s
     )
 
 
-def _adapter(fields: Fields, model: str, named: str, base_model: str) -> str:
-    """The base's name, an adapter's, or `base:adapter`. `named`: by the header."""
-    found = "" if model == base_model else model.removeprefix(f"{base_model}:")
+def _named(fields: Fields, model: str, named: str, names: ModelNames) -> tuple[str, str]:
+    """The base's name, and an adapter's. `named`: by the header."""
+    base, found = names.split(model)
     if found and named and found != named:
         fields.wrong("model", f"names another adapter than the header {ADAPTER_KEY}")
-    return found or named
+    return base, found or named
 
 
 def _num_choices(fields: Fields) -> int:

@@ -35,7 +35,9 @@ NOT_BUILT: tuple[tuple[str, tuple[Any, ...]], ...] = (
 
 
 async def chat(exchange: Exchange, door: Door) -> None:
-    request, form, reading = _read(await door.read(exchange), exchange, door)
+    fields = await door.read(exchange)
+    door = await door.at(exchange, fields)
+    request, form, reading = _read(fields, exchange, door)
     await Answering(door, exchange, [request], form, ChatShape(form, Logprobs(door.text, form), reading)).run()
 
 
@@ -46,7 +48,7 @@ def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[RequestInput,
     request, form = asked.read(
         fields,
         asked.caller_of(exchange.headers),
-        door.intake.base_model,
+        door.names,
         max_tokens=max_tokens if max_tokens is not None else older,
         top_logprobs=_top_logprobs(fields),
     )

@@ -18,7 +18,9 @@ MAX_PROMPTS = 64
 
 
 async def complete(exchange: Exchange, door: Door) -> None:
-    requests, form, echoes = _read(await door.read(exchange), exchange, door)
+    fields = await door.read(exchange)
+    door = await door.at(exchange, fields)
+    requests, form, echoes = _read(fields, exchange, door)
     echoed = [await _text_of(request, exchange, door) for request in requests] if echoes else []
     shape = TextShape(form, Logprobs(door.text, form), echoed, requests[0].n)
     await Answering(door, exchange, requests, form, shape).run()
@@ -31,11 +33,11 @@ def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[list[RequestI
     request, form = asked.read(
         fields,
         asked.caller_of(exchange.headers),
-        door.intake.base_model,
+        door.names,
         max_tokens=1 if max_tokens == 0 else max_tokens,
         top_logprobs=asked.read_logprobs_count(fields, "logprobs"),
     )
-    prompts = _prompts(fields, fields.flag("add_special_tokens", True), door.intake.max_context_tokens)
+    prompts = _prompts(fields, fields.flag("add_special_tokens", True), door.max_context_tokens)
     told = asked.read_prompt_logprobs(fields, form)
     form = replace(form, prompt_logprobs=told, has_output=max_tokens != 0)
     fields.only("suffix", "")

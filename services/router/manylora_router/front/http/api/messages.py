@@ -58,7 +58,9 @@ class AnthropicErrors(errors.ErrorForm):
 
 
 async def create(exchange: Exchange, door: Door) -> None:
-    request, form, reading = _read(await door.read(exchange), exchange, door)
+    fields = await door.read(exchange)
+    door = await door.at(exchange, fields)
+    request, form, reading = _read(fields, exchange, door)
     await tell(door, exchange, request, _Message(form.model, reading), reading, is_stream=form.is_stream)
 
 
@@ -71,7 +73,7 @@ def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[RequestInput,
         fields.wrong("max_tokens", "is missing")
     stops = fields.texts("stop_sequences", most=MAX_STOP_STRINGS)
     request, form = asked.read(
-        fields, asked.caller_of(exchange.headers), door.intake.base_model, max_tokens=max_tokens, top_logprobs=None
+        fields, asked.caller_of(exchange.headers), door.names, max_tokens=max_tokens, top_logprobs=None
     )
     fields.close()
     exchange.names = {**form.names, **reading.names, "stop": "stop_sequences"}
@@ -81,12 +83,13 @@ def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[RequestInput,
 
 async def count_tokens(exchange: Exchange, door: Door) -> None:
     fields = await door.read(exchange)
+    door = await door.at(exchange, fields)
     prompt, _ = _prompt(fields, door.dialect)
-    fields.text("model")
+    model = fields.text("model")
     fields.close()
     exchange.names = {ADAPTER_KEY: "model"}
     fields.check()
-    request = replace(asked.nameless(asked.caller_of(exchange.headers)), prompt=prompt)
+    request = replace(asked.nameless(asked.caller_of(exchange.headers), model, door.names), prompt=prompt)
     tokens, _ = await door.intake.tokenize(request)
     await exchange.answer({"input_tokens": len(tokens)})
 

@@ -76,7 +76,9 @@ class _Errors(errors.ErrorForm):
 
 
 async def respond(exchange: Exchange, door: Door) -> None:
-    request, form, said, reading = _read(await door.read(exchange), exchange, door)
+    fields = await door.read(exchange)
+    door = await door.at(exchange, fields)
+    request, form, said, reading = _read(fields, exchange, door)
     numbers = itertools.count()
     exchange.form = _Errors(numbers)
     telling = _Response(form.model, request, said, door.now_unix_s, numbers, reading)
@@ -99,7 +101,7 @@ def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[RequestInput,
         fields.only(name, *neutral)
     fields.ignore(*HARMLESS)
     request, form = asked.read(
-        fields, asked.caller_of(exchange.headers), door.intake.base_model, max_tokens=max_tokens, top_logprobs=None
+        fields, asked.caller_of(exchange.headers), door.names, max_tokens=max_tokens, top_logprobs=None
     )
     fields.close()
     exchange.names = {**form.names, **reading.names, "max_tokens": "max_output_tokens", "messages": "input"}

@@ -12,6 +12,7 @@ from manylora_router.front.http.api import asked
 from manylora_router.front.http.api.answers import Door
 from manylora_router.front.http.exchange import Exchange
 from manylora_router.front.intake import Models
+from manylora_router.links.directory import Model
 
 _OWNER = "manylora"
 _VERSION = version_of("manylora")
@@ -24,9 +25,9 @@ async def list_models(exchange: Exchange, door: Door) -> None:
 async def one_model(exchange: Exchange, door: Door) -> None:
     name = exchange.path.removeprefix("/v1/models/")
     models = _models(exchange, door)
-    adapter = name.removeprefix(f"{models.base_model}:")
+    ids = {name, *(name.removeprefix(f"{base}:") for base, _, _ in models.pools)}
     for row in _rows(models):
-        if row["id"] in (name, adapter):
+        if row["id"] in ids:
             await exchange.answer(row)
             return
     raise NotFound(f"model: {shown(name)} is not known to this tenant")
@@ -57,17 +58,17 @@ def _models(exchange: Exchange, door: Door) -> Models:
 
 
 def _rows(models: Models) -> list[dict[str, Any]]:
-    base = models.base_model
-    rows = [_row(base, 0, root=base, parent=None, models=models)]
-    # Where an adapter has the base model's name, that name is the base model.
-    return rows + [
-        _row(each.name, int(each.created_unix_s), root=each.uid, parent=base, models=models)
-        for each in models.adapters
-        if each.name != base
-    ]
+    rows = [_row(name, 0, root=model.name, parent=None, model=model) for name, _, model in models.pools]
+    bases = {pool: (name, model) for name, pool, model in models.pools}
+    for each in models.adapters:
+        # Where an adapter has a base model's name, that name is the base model.
+        if each.pool in bases and each.name not in {name for name, _, _ in models.pools}:
+            base, model = bases[each.pool]
+            rows.append(_row(each.name, int(each.created_unix_s), root=each.uid, parent=base, model=model))
+    return rows
 
 
-def _row(name: str, created: int, *, root: str, parent: str | None, models: Models) -> dict[str, Any]:
+def _row(name: str, created: int, *, root: str, parent: str | None, model: Model) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
@@ -75,6 +76,6 @@ def _row(name: str, created: int, *, root: str, parent: str | None, models: Mode
         "owned_by": _OWNER,
         "root": root,
         "parent": parent,
-        "max_model_len": models.max_context_tokens,
+        "max_model_len": model.limits.max_context_tokens,
         "permission": [],
     }

@@ -15,7 +15,8 @@ from manylora_router.guard.admission import Prompt, TextPrompt, TokenPrompt
 
 async def tokenize(exchange: Exchange, door: Door) -> None:
     fields = await door.read(exchange)
-    fields.text("model")
+    door = await door.at(exchange, fields)
+    model = fields.text("model")
     prompt: Prompt
     if fields.raw("messages") is not None:
         prompt = chat_prompt(fields, door.dialect, read_tools(fields, door.dialect))
@@ -25,7 +26,7 @@ async def tokenize(exchange: Exchange, door: Door) -> None:
     wants_texts = fields.flag("return_token_strs")
     fields.close()
     fields.check()
-    request = replace(asked.nameless(asked.caller_of(exchange.headers)), prompt=prompt)
+    request = replace(asked.nameless(asked.caller_of(exchange.headers), model, door.names), prompt=prompt)
     tokens, most = await door.intake.tokenize(request)
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": most, "tokens": list(tokens), "token_strs": None}
     if wants_texts:
@@ -34,15 +35,16 @@ async def tokenize(exchange: Exchange, door: Door) -> None:
 
 
 async def tokenizer_info(exchange: Exchange, door: Door) -> None:
-    await exchange.answer({**door.text.info, "model_max_length": door.intake.max_context_tokens})
+    await exchange.answer({**door.text.info, "model_max_length": door.max_context_tokens})
 
 
 async def detokenize(exchange: Exchange, door: Door) -> None:
     fields = await door.read(exchange)
-    fields.text("model")
-    prompt = TokenPrompt(fields.token_ids("tokens", most=door.intake.max_context_tokens))
+    door = await door.at(exchange, fields)
+    model = fields.text("model")
+    prompt = TokenPrompt(fields.token_ids("tokens", most=door.max_context_tokens))
     fields.close()
     fields.check()
     exchange.names = {"prompt": "tokens"}
-    request = replace(asked.nameless(asked.caller_of(exchange.headers)), prompt=prompt)
+    request = replace(asked.nameless(asked.caller_of(exchange.headers), model, door.names), prompt=prompt)
     await exchange.answer({"prompt": await door.intake.detokenize(request)})
