@@ -43,3 +43,28 @@ def test_what_fits_in_no_hole_gets_memory_of_its_own(caplog: pytest.LogCaptureFi
     assert memory.free_bytes == 2 * _PAGE
     memory.free(second)
     assert memory.free_bytes == 3 * _PAGE
+
+
+def hand_over(times: int, seed: int) -> None:
+    """Buffers of tenants come and go, each filled with its tenant's byte; pages of a range are looked at whole."""
+    rng = random.Random(seed)
+    memory = HostMemory(16 * _PAGE)
+    held: list[torch.Tensor] = []
+    for _ in range(times):
+        while len(held) > 5:
+            memory.free(held.pop(rng.randrange(len(held))))
+        tenant, num_bytes = rng.randrange(1, 200), rng.randrange(1, 2 * _PAGE)
+        buffer = memory.allocate(num_bytes, torch.uint8).fill_(tenant)
+        held.append(buffer)
+        first = memory.offset_of(buffer)
+        behind = memory._slab.bytes[first + num_bytes : first + -(-num_bytes // _PAGE) * _PAGE]
+        assert not behind.any(), "what another tenant had there is in its page"
+
+
+def test_nothing_of_another_tenant_stays_behind_an_adapter_on_the_host() -> None:
+    hand_over(100_000, seed=1)
+
+
+@pytest.mark.slow
+def test_a_million_hand_overs_on_the_host_leave_nothing() -> None:
+    hand_over(1_000_000, seed=2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from manylora_shared.process.config import ConfigError, parse
 from manylora_worker import config as settings
@@ -82,3 +84,28 @@ def test_the_model_leaves_a_core_to_the_event_loop(
 )
 def test_aliases_of_the_model(flags: list[str], aliases: tuple[str, ...]) -> None:
     assert parse(WorkerConfig, ["--model=m", *flags], {}).model_aliases == aliases
+
+
+@pytest.mark.parametrize(
+    ("told", "bounds"),
+    [
+        ({}, (512, 512)),
+        ({"device_adapter_min_mb": 128.0, "device_adapter_max_mb": 2048.0}, (128, 2048)),
+        ({"device_adapter_mb": 64.0, "device_adapter_max_mb": 64.0}, (64, 64)),
+    ],
+)
+def test_adapters_have_bounds_in_the_arena(told: dict[str, Any], bounds: tuple[int, int]) -> None:
+    assert WorkerConfig(model="m", **told).arena_adapter_bytes == (bounds[0] << 20, bounds[1] << 20)
+
+
+@pytest.mark.parametrize(
+    ("told", "flag"),
+    [
+        ({"device_adapter_min_mb": 600.0}, "--device-adapter-min-mb"),
+        ({"device_adapter_min_mb": 0.0}, "--device-adapter-min-mb"),
+        ({"device_adapter_max_mb": 500.0}, "--device-adapter-max-mb"),
+    ],
+)
+def test_bounds_that_make_no_sense_are_refused(told: dict[str, Any], flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        WorkerConfig(model="m", **told)

@@ -84,6 +84,13 @@ class WorkerConfig(ServiceSettings):
     adapter_cache_mb: int = setting(10240, "MiB that it may hold", at_least=1)
     host_adapter_mb: float = setting(1024.0, "MiB of adapters in host memory", above=0)
     device_adapter_mb: float = setting(512.0, "MiB of adapters on the device", above=0)
+    device_adapter_min_mb: float = setting(
+        _BY_DEVICE, "MiB that adapters keep of a GPU's arena while KV is short and they idle; -1: all of the above"
+    )
+    device_adapter_max_mb: float = setting(
+        _BY_DEVICE,
+        "MiB that they may have of it while KV leaves some, half of KV's at most; -1: no more than the above",
+    )
     max_lora_rank: int = setting(64, "the greatest rank of an adapter", at_least=1)
 
     def __post_init__(self) -> None:
@@ -96,6 +103,11 @@ class WorkerConfig(ServiceSettings):
             raise ConfigError(f"--max-batch-tokens: must be at least --sequence-slots, {self.sequence_slots}")
         if self.prefix_cache_share > 1:
             raise ConfigError("--prefix-cache-share: must be 0 to 1")
+        home, least, most = self.device_adapter_mb, self.device_adapter_min_mb, self.device_adapter_max_mb
+        if least != _BY_DEVICE and not 0 < least <= home:
+            raise ConfigError(f"--device-adapter-min-mb: must be above 0 and at most --device-adapter-mb, {home:g}")
+        if most != _BY_DEVICE and most < home:
+            raise ConfigError(f"--device-adapter-max-mb: must be at least --device-adapter-mb, {home:g}")
         if self.host_kv_mb < 0 and self.host_kv_mb != _BY_DEVICE:
             raise ConfigError("--host-kv-mb: must be at least 0, or -1")
 
@@ -110,6 +122,14 @@ class WorkerConfig(ServiceSettings):
     @property
     def device_adapter_bytes(self) -> int:
         return round(self.device_adapter_mb * _MIB)
+
+    @property
+    def arena_adapter_bytes(self) -> tuple[int, int]:
+        """Least and most that adapters may have of a GPU's arena."""
+        home = self.device_adapter_mb
+        least = home if self.device_adapter_min_mb == _BY_DEVICE else self.device_adapter_min_mb
+        most = home if self.device_adapter_max_mb == _BY_DEVICE else self.device_adapter_max_mb
+        return round(least * _MIB), round(most * _MIB)
 
     @property
     def compute_dtype(self) -> str:

@@ -19,7 +19,7 @@ from manylora_worker.adapters.loading import LOOK_AGAIN_S, Loading, Versions
 from manylora_worker.adapters.overtaking import Overtaking
 from manylora_worker.adapters.pins import Pin, PinBook, PinState
 from manylora_worker.adapters.residency import FetchLimits, Residency
-from manylora_worker.adapters.room import Entry, Eviction, TierRoom
+from manylora_worker.adapters.room import Entry, Eviction, Plan, TierRoom
 from manylora_worker.adapters.standings import Standings
 from manylora_worker.adapters.tier_counts import FARTHER, Found, FoundCounts
 from manylora_worker.kinds.api import AdapterBackend, AdapterEvent, AdapterTier
@@ -228,6 +228,26 @@ class AdapterCache:
             elif entry.waiters.pop(holder, None) is not None and not self._waits(entry, hold.tenant_id):
                 self._leave_queue(entry, hold.tenant_id)
             self._residency.forget_if_unused(entry)
+
+    @property
+    def is_short(self) -> bool:
+        """Somebody waits for room on the device."""
+        return bool(self._overtaking)
+
+    def set_device_bytes(self, wanted_bytes: int, now: float) -> int:
+        """The device's budget from now on: as near to `wanted_bytes` as what is in use allows. Returns it."""
+        room = self._device
+        before, room.budget_bytes = room.budget_bytes, wanted_bytes
+        if wanted_bytes == before:
+            return before
+        self.weights_changed()  # shares are of the budget
+        over_bytes = room.used_bytes - wanted_bytes
+        if over_bytes > 0:
+            evictions = room.give_way(over_bytes, self._standings.of(AdapterTier.DEVICE), now)
+            self._residency.make_way(Plan(evictions), room, None)
+        room.budget_bytes = max(wanted_bytes, room.used_bytes)
+        self._residency.claims_version += 1
+        return room.budget_bytes
 
     def prefetch(self, uid: AdapterUid, tenant_id: TenantId | None) -> None:
         """As far up as there is room without waiting; forgets a failure."""

@@ -166,6 +166,16 @@ class TierRoom:
             return None
         return Plan(search.evictions, list(search.released))
 
+    def give_way(self, over_bytes: int, standing: Standing, now: float) -> Sequence[Eviction]:
+        """What may go so that the tier can be smaller by so much, as far as there is any: what nobody claims, what is
+        claimed above shares, what nobody has used for long.
+        """
+        search = _Search(self, Entry(AdapterUid("")), None, standing, over_bytes, now)
+        search.unclaimed()
+        search.above_shares()
+        search.long_idle(self.borrow_after_s)
+        return search.evictions
+
     def weight(self, tenant_id: TenantId) -> int:
         return self._weight_of(tenant_id)
 
@@ -256,6 +266,12 @@ class _Search:
             return is_within or held * weight > mine * self._room.weight(loser)
 
         self._evict_if(lambda entry: all(gives(loser) for loser in self._claims(entry)))
+
+    def above_shares(self) -> None:
+        def is_above(tenant: TenantId) -> bool:
+            return self.held.get(tenant, 0) > self._shares.get(tenant, 0)
+
+        self._evict_if(lambda entry: all(map(is_above, self._claims(entry))))
 
     def own(self) -> None:
         self._evict_if(lambda entry: all(loser == self._tenant for loser in self._claims(entry)))

@@ -18,6 +18,7 @@ from manylora_shared.ids import AdapterUid, RequestId, TenantId
 from manylora_worker.adapters.cache import AdapterCache, AdapterCacheLimits, TenantAdapters
 from manylora_worker.adapters.loading import LOOK_AGAIN_S
 from manylora_worker.adapters.pins import Pin
+from manylora_worker.engine.arena_turns import Arena
 from manylora_worker.engine.counters import EngineStats, FlowTokens, Setbacks, WorkCounters
 from manylora_worker.engine.endings import Endings
 from manylora_worker.engine.flights import Flight, Flights, Part, chunk_of, part_of
@@ -28,6 +29,7 @@ from manylora_worker.engine.request_table import RequestTable
 from manylora_worker.kinds.api import (
     AdapterBackend,
     AdapterTier,
+    ArenaRunner,
     EngineRequest,
     FinishReason,
     ModelRunner,
@@ -38,6 +40,7 @@ from manylora_worker.kinds.api import (
 )
 from manylora_worker.kinds.flow import FlowKey
 from manylora_worker.kinds.sequence import GroupTimes, Sequence, SequenceGroup, SequenceStatus, sequence_id_of
+from manylora_worker.memory.arena import ArenaLimits, ArenaPolicy
 from manylora_worker.memory.block_pool import BlockPool, BlockWork
 from manylora_worker.memory.prefix_cache import PrefixOptions
 from manylora_worker.memory.prefixes import Prefixes
@@ -53,6 +56,15 @@ class EngineLimits:
     planner: PlannerLimits
     adapters: AdapterCacheLimits
     max_requests: int  # in the engine, waiting ones included
+    # bytes of the device's arena that adapters may have at least and at most; None: they have what they have at first
+    arena_bytes: tuple[int, int] | None = None
+
+    def arena_of(self, runner: ModelRunner) -> ArenaLimits | None:
+        """None: nothing moves."""
+        if self.arena_bytes is None or not isinstance(runner, ArenaRunner):
+            return None
+        least, most = (size_bytes // runner.block_bytes for size_bytes in self.arena_bytes)
+        return ArenaLimits.of(runner.num_blocks, len(runner.adapter_blocks), least, most)
 
 
 _POLL_S = 0.002  # how often copies of KV are asked for, where nothing else is to do
@@ -71,14 +83,18 @@ class EngineCore:
         clears_freed: bool = False,
     ) -> None:
         self._max_requests = limits.max_requests
+        arena = limits.arena_of(runner)
+        lent, least_kv = (0, runner.num_blocks) if arena is None else (arena.home, arena.least_kv)
         max_idle_blocks = 0 if prefix is None else prefix.max_idle_blocks(runner.num_blocks)
-        self._pool = BlockPool(runner.num_blocks, runner.block_size, max_idle_blocks, clears_freed=clears_freed)
+        self._pool = BlockPool(
+            runner.num_blocks, runner.block_size, max_idle_blocks, clears_freed=clears_freed, num_lent=lent
+        )
         self._prefixes = Prefixes(self._pool, None if prefix is None else prefix.keys)
-        self._shares = TenantShares(runner.num_blocks)
+        self._shares = TenantShares(least_kv, runner.num_blocks + lent)
         self._bounds = RequestBounds(
             runner.max_context_tokens,
             limits.planner.sequence_slots,
-            runner.num_blocks,
+            least_kv,
             runner.block_size,
             self._shares,
         )
@@ -93,6 +109,9 @@ class EngineCore:
             self._step_time,
         )
         self._adapters = AdapterCache(backend, limits.adapters, self._shares.tenant_weight)
+        self._arena = None
+        if arena is not None and isinstance(runner, ArenaRunner):
+            self._arena = Arena(runner, self._pool, self._adapters, ArenaPolicy(arena))
         self._requests = RequestTable()
         self._flights = Flights(runner)
         self._masking: dict[Sequence, None] = {}  # whose masks are being made
@@ -238,6 +257,8 @@ class EngineCore:
         self._pump_adapters(now)
         self._pump_copies()
         self._pump_masks(now)
+        if self._arena is not None:
+            self._arena.look(now, kv_is_short=self._planner.was_short)
         plan = self._planner.plan(is_ahead=bool(self._flights))
         self._count_setbacks(plan)
         if not plan.scheduled:

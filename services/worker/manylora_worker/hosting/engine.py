@@ -28,9 +28,10 @@ def host(config: C, build: EngineBuilder[C]) -> tuple[ThreadRuntime, EngineParts
     """Raises ValueError, as the builder."""
     mailbox = Mailbox()
     parts = build(config, mailbox.wake)
-    capacity_tokens = parts.runner.num_blocks * parts.runner.block_size
-    model = dataclasses.replace(parts.model, max_context_tokens=min(parts.model.max_context_tokens, capacity_tokens))
     limits = engine_limits(config)
+    arena = limits.arena_of(parts.runner)
+    capacity_tokens = (parts.runner.num_blocks if arena is None else arena.least_kv) * parts.runner.block_size
+    model = dataclasses.replace(parts.model, max_context_tokens=min(parts.model.max_context_tokens, capacity_tokens))
     prefix = prefix_options(config, model, secrets.token_bytes(SECRET_BYTES))
     core = EngineCore(parts.runner, parts.backend, limits, prefix, clears_freed=config.debug_fill_freed)
     return ThreadRuntime(core, parts.backend, model, mailbox, max_requests=limits.max_requests), parts
@@ -49,6 +50,7 @@ def engine_limits(config: WorkerConfig) -> EngineLimits:
             device_bytes=config.device_adapter_bytes,
             max_overtakes=_OVERTAKES_PER_SLOT * config.sequence_slots,
         ),
+        arena_bytes=config.arena_adapter_bytes,
         max_requests=max(_REQUESTS_PER_SLOT * config.sequence_slots, config.sequence_slots + config.parked_sequences),
     )
 

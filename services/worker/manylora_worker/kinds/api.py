@@ -203,6 +203,24 @@ class LosableRunner(ModelRunner, Protocol):
         """Raises RunnerLost."""
 
 
+@runtime_checkable
+class ArenaRunner(ModelRunner, Protocol):
+    """KV and adapters lie in blocks of one arena, which may change sides between two steps."""
+
+    @property
+    def adapter_blocks(self) -> range:
+        """Those of adapters at first; `num_blocks` of KV come before them."""
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    def give_to_adapters(self, blocks: Sequence[int]) -> None:
+        """Nobody has them, and no step under way clears them."""
+
+    def take_from_adapters(self, count: int) -> Sequence[int]:
+        """Free ones, up to `count`."""
+
+
 class PendingCopy(Protocol):
     def is_over(self) -> bool:
         """Never blocks, except for a copy that was over when it was started. Raises where it failed."""

@@ -16,6 +16,8 @@ from manylora_shared.ids import TenantId
 from manylora_worker.kinds.flow import CacheScope
 from manylora_worker.memory.prefix_cache import PrefixCache
 
+_ADAPTERS = TenantId("")  # the owner of blocks that hold adapters, or did last
+
 
 class BlockWork(NamedTuple):
     clears: SequenceOf[int] = ()  # before anything else
@@ -26,17 +28,26 @@ class BlockPool:
     """A step ends with `commit`, or with `reject`: then its clears are due again, its copies are not."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, max_idle_blocks: int = 0, *, clears_freed: bool = False
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_idle_blocks: int = 0,
+        *,
+        clears_freed: bool = False,
+        num_lent: int = 0,
     ) -> None:
+        """num_lent: of further blocks, behind the others, that adapters have at first."""
         assert num_blocks > 0
         assert block_size > 0
-        self.num_blocks = num_blocks
+        self.num_blocks = num_blocks  # without those that are lent
         self.block_size = block_size
+        total = num_blocks + num_lent
+        self._lent = dict.fromkeys(range(num_blocks, total))
         self._clears_freed = clears_freed  # a block as soon as it is free
-        self._references = [0] * num_blocks
+        self._references = [0] * total
         # references of others than the owner, of blocks that have any
         self._guests: dict[int, dict[TenantId, int]] = {}
-        self._owner: list[TenantId | None] = [None] * num_blocks
+        self._owner: list[TenantId | None] = [None] * num_blocks + [_ADAPTERS] * num_lent
         self._free = list(range(num_blocks - 1, -1, -1))
         self._held_by: dict[TenantId, int] = {}
         self._unclean: dict[int, None] = {}
@@ -108,6 +119,29 @@ class BlockPool:
             self._references[block_id] = 1
         self._held_by[tenant_id] = self._held_by.get(tenant_id, 0) + count
         return taken
+
+    def lend(self, count: int) -> list[int]:
+        """Blocks that nobody holds, to adapters: as many as there are, `count` at most; prefixes make way."""
+        due = {block_id for work in self._taken for block_id in work.clears}
+        lent: list[int] = []
+        kept: list[int] = []
+        while len(lent) < count and self.num_free:
+            block_id = self._free.pop() if self._free else self._cache.evict(_ADAPTERS, own_first=False)
+            (kept if block_id in due else lent).append(block_id)
+        self._free += kept
+        for block_id in lent:
+            self._unclean.pop(block_id, None)
+            self._owner[block_id] = _ADAPTERS
+            self._lent[block_id] = None
+        self.num_blocks -= len(lent)
+        return lent
+
+    def take_back(self, block_ids: SequenceOf[int]) -> None:
+        """Who gets one next clears it, as a block of another tenant."""
+        for block_id in block_ids:
+            del self._lent[block_id]
+            self._give_away(block_id)
+        self.num_blocks += len(block_ids)
 
     def share(self, tenant_id: TenantId, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
@@ -226,7 +260,10 @@ class BlockPool:
         idle, published = self._cache.idle_blocks(), self._cache.published_blocks()
         parked = {source for source in self._copies_from if self._references[source] == 0}
         assert min(self._references) >= 0
-        held = set(itertools.compress(range(self.num_blocks), self._references))
+        held = set(itertools.compress(range(len(self._references)), self._references))
+        lent = self._lent.keys()
+        assert not lent & (free | held | idle | parked), "a block of the adapters is used for KV"
+        assert self.num_blocks + len(lent) == len(self._references)
         assert len(free) == len(self._free), "a block is free twice"
         assert not free & held
         assert not free & parked

@@ -56,8 +56,10 @@ _DEFAULT = TenantShare()
 
 
 class TenantShares:
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, most_blocks: int | None = None) -> None:
+        """num_blocks: that KV has for certain; most_blocks: that it may have at times."""
         self._num_blocks = num_blocks
+        self._most_blocks = num_blocks if most_blocks is None else most_blocks
         self._shares: dict[TenantId, TenantShare] = {}
         self._reserves: dict[TenantId, int] = {}  # as scaled; of tenants with a reserve alone
         self._reserved_blocks = 0
@@ -100,11 +102,11 @@ class TenantShares:
 
     def soft(self, tenant_id: TenantId) -> int:
         blocks = self._shares.get(tenant_id, _DEFAULT).soft_blocks
-        return self._num_blocks if blocks is None else blocks
+        return self._most_blocks if blocks is None else blocks
 
     def hard(self, tenant_id: TenantId) -> int:
         blocks = self._shares.get(tenant_id, _DEFAULT).hard_blocks
-        return self._num_blocks if blocks is None else max(blocks, self._accepted.get(tenant_id, 0))
+        return self._most_blocks if blocks is None else max(blocks, self._accepted.get(tenant_id, 0))
 
     def reserve(self, tenant_id: TenantId) -> int:
         return self._reserves.get(tenant_id, 0)

@@ -217,7 +217,7 @@ def _device_runner(loaded: LoadedModel, weights: DecoderWeights, config: WorkerC
     limits = DeviceLimits(
         max_rows=config.max_batch_tokens,
         max_sequences=config.sequence_slots,
-        adapter_slots=adapter_blocks,
+        adapter_slots=max(adapter_blocks, config.arena_adapter_bytes[1] // block_bytes),
         max_rank=config.max_lora_rank,
     )
     if not (config.num_blocks or config.kv_cache_mb):

@@ -58,11 +58,12 @@ class Reclaim:
         self.waits = False  # the next one takes from a step in flight: nothing more is started in this plan
         self.is_forced = False  # whoever asks gets what it asks for, reserves and leads aside
         self._is_short = False  # a sequence without blocks was refused those of others
+        self.was_short = False  # in this plan somebody wanted more blocks than are free
 
     def begin_plan(self) -> None:
         """Who still wants what was kept asks again."""
         self.claims, self.awaited = {}, {}
-        self.waits = self.is_forced = self._is_short = False
+        self.waits = self.is_forced = self._is_short = self.was_short = False
 
     def will_hold(self, tenant_id: TenantId) -> int:
         """Without what leaves for the host."""
@@ -118,6 +119,7 @@ class Reclaim:
             kept += pool.num_blocks // _WATERMARK_DIVISOR
         over = held + num_blocks - shares.hard(tenant_id)
         short = num_blocks + kept - pool.num_free - self._swapper.num_leaving if num_blocks else 0
+        self.was_short |= short > 0
         if over <= 0 and short <= 0:
             return []
         if not may_evict or not num_blocks:

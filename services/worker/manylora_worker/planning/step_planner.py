@@ -103,6 +103,11 @@ class StepPlanner:
         return [unit.sequence for unit in self._slots.units]
 
     @property
+    def was_short(self) -> bool:
+        """In the last plan somebody wanted more blocks than were free."""
+        return self._reclaim.was_short
+
+    @property
     def num_running(self) -> int:
         return len(self._slots)
 

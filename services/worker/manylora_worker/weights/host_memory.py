@@ -73,7 +73,9 @@ class HostMemory:
                 if end - start >= size_bytes:
                     self._free[i : i + 1] = [(start + size_bytes, end)] if end - start > size_bytes else []
                     self._taken[start] = start + size_bytes
-                    return self._slab.bytes[start : start + elements * dtype.itemsize].view(dtype)
+                    used = start + elements * dtype.itemsize
+                    self._slab.bytes[used : start + size_bytes].zero_()  # who gets the rest writes all of it
+                    return self._slab.bytes[start:used].view(dtype)
         _LOG.warning("no hole of %d bytes in the host tier's memory, %d are free", size_bytes, self.free_bytes)
         segment = _Segment(size_bytes)  # no hole can hold it: memory of its own, pinned there and then
         with self._lock:

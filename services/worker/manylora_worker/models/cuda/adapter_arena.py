@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from manylora_shared.composition import parts_of, uids_of
-from manylora_shared.ids import AdapterKey, AdapterUid
+from manylora_shared.ids import AdapterKey, AdapterUid, TenantId, owner_of
 from torch import Tensor
 
 from manylora_worker.models.cuda.kernels.lora import (
@@ -29,6 +29,7 @@ from manylora_worker.weights.layout import HostAdapter, PlacedSite
 _BLOCKS_AT_ONCE = 4
 _LAYOUTS = 64
 _KNOWN_ADAPTERS = 1 << 16
+_NOBODY = TenantId("")  # KV was there, or nothing
 
 
 class NoRoom(Exception): ...
@@ -128,13 +129,15 @@ class AdapterArena:
         self._composed: OrderedDict[AdapterKey, int] = OrderedDict()  # compositions' slots, last used last
         self._free_composed = list(range(num_slots + 1, num_entries))
         self._by_block = arena.view(-1, block_elements)
-        self._block_bytes: int = block_elements * arena.element_size()
+        self.block_bytes: int = block_elements * arena.element_size()
         self._free_blocks = list(reversed(blocks))
         self._free_slots = list(range(num_slots, 0, -1))
         self._places: dict[AdapterKey, _Place] = {}
         self._placements: OrderedDict[tuple[PlacedSite, ...], Placement] = OrderedDict()
         # most adapters of a model have one of a few layouts; one takes milliseconds to work out
         self._known: OrderedDict[AdapterUid, Placement] = OrderedDict()
+        # whose adapter a block holds or held last, as the copying thread knows; None: a copy that tenants share
+        self._last_owner: dict[int, TenantId | None] = {}
         self._lock = threading.Lock()
 
     def slot_of(self, key: AdapterKey) -> int:
@@ -163,7 +166,20 @@ class AdapterArena:
 
     def size_bytes(self, adapter: HostAdapter) -> int:
         """In whole blocks. From any thread."""
-        return self._placement(adapter).num_blocks * self._block_bytes
+        return self._placement(adapter).num_blocks * self.block_bytes
+
+    def give(self, blocks: Sequence[int]) -> None:
+        """For adapters to use. On the engine's thread, as `take`."""
+        self._free_blocks += blocks
+
+    def take(self, count: int) -> list[int]:
+        """Free ones, up to `count`. Steps that read adapters there are before those that write KV there."""
+        kept = max(0, len(self._free_blocks) - count)
+        taken = self._free_blocks[kept:]
+        del self._free_blocks[kept:]
+        for block in taken:
+            self._last_owner.pop(block, None)
+        return taken
 
     def reserve(self, adapter: HostAdapter) -> None:
         """On the engine's thread. Raises NoRoom."""
@@ -208,10 +224,14 @@ class AdapterArena:
                 self._clear(torch.tensor(place.blocks, device=self.sites.device))
 
     def _copy(self, adapter: HostAdapter, place: _Place) -> None:
+        owner = owner_of(adapter.uid)
         behind: torch.cuda.Event | None = None
         for i, (run, block) in enumerate(zip(place.placement.runs, place.blocks, strict=True)):
             source = adapter.buffer[run.start : run.start + run.length]
             self._by_block[block, : run.length].copy_(source, non_blocking=True)
+            if self._last_owner.get(block, _NOBODY) != owner:  # as KV's: nothing of another tenant's stays
+                self._by_block[block, run.length :].zero_()
+                self._last_owner[block] = owner
             if self.sites.is_cuda and i % _BLOCKS_AT_ONCE == _BLOCKS_AT_ONCE - 1:
                 # A device does copies in the order asked, a step's metadata among them: with the whole adapter under
                 # way, a step would wait for all of it.

@@ -157,6 +157,20 @@ class DeviceModelRunner:
         return self._num_kv_blocks
 
     @property
+    def adapter_blocks(self) -> range:
+        return range(self._num_kv_blocks, self._cache.num_blocks)
+
+    @property
+    def block_bytes(self) -> int:
+        return self._adapters.block_bytes
+
+    def give_to_adapters(self, blocks: Sequence[int]) -> None:
+        self._adapters.give(blocks)
+
+    def take_from_adapters(self, count: int) -> Sequence[int]:
+        return self._adapters.take(count)
+
+    @property
     def block_size(self) -> int:
         return self._cache.block_size
 
