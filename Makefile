@@ -9,6 +9,7 @@ FUZZ_SECONDS ?= 600
 FUZZ ?=
 FUZZ_EXAMPLES ?= 20
 CONSOLE_SHOTS ?=
+CHAOS ?=
 
 # What pytest runs by default (pyproject.toml), and the folders and files of pure modules' tests.
 DEFAULT := not gpu and not slow and not compose and not mutants and not kernels and not wide and not clients and not browser
@@ -20,7 +21,7 @@ STAMP := $(VENV)/.installed
 COMPILED := $(VENV)/.compiled
 
 .DEFAULT_GOAL := help
-.PHONY: help install compiled demo up quick test wide test-all house oracle soak sim mutants kernels fairness shares fuzz fuzz-ports check lint types layers format proto schemas test-clients test-console compose-test clean
+.PHONY: help install compiled demo up quick test wide test-all house oracle soak chaos sim mutants kernels fairness shares fuzz fuzz-ports check lint types layers format proto schemas test-clients test-console compose-test clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
@@ -65,6 +66,9 @@ oracle: $(STAMP) ## every model family through a running cluster, against transf
 
 soak: $(STAMP) ## 64 streams over gRPC and HTTP, cancels, disconnects and adapter churn for ten minutes: make soak SOAK_SECONDS=600
 	@$(BIN)/python -m pytest -q -s -m slow tests/e2e/test_soak.py --soak-seconds $(SOAK_SECONDS)
+
+chaos: $(COMPILED) ## kills, freezes, cuts and full disks under load, and what callers saw: make chaos CHAOS="killed,frozen"
+	@$(BIN)/python -m bench.chaos --only "$(CHAOS)"
 
 sim: $(COMPILED) ## the whole cluster simulated under faults, on all cores: make sim SEEDS=1000
 	@$(BIN)/python -m pytest -q -n logical --dist worksteal tests/sim --sim-seeds $(SEEDS)

@@ -88,6 +88,7 @@ class FakeRouter:
                     "RotateKey": self.rotate_key,
                     "LiftQuarantine": self.lift_quarantine,
                     "Drain": self.drain,
+                    "DropWorkerCaches": self.drop_worker_caches,
                     "GetStatus": self.get_status,
                 },
             ),
@@ -364,6 +365,13 @@ class FakeRouter:
         if request.id != "w-1":
             raise NotFound(f"id: no worker, router or leading scheduler is called {request.id!r}")
         return admin_pb2.DrainResponse(kind="worker")
+
+    async def drop_worker_caches(
+        self, request: admin_pb2.DropWorkerCachesRequest, call: ServerCall
+    ) -> admin_pb2.DropWorkerCachesResponse:
+        return admin_pb2.DropWorkerCachesResponse(
+            adapters=3 * int(request.adapters), prefix_blocks=40 * request.prefixes
+        )
 
     async def get_status(self, request: Any, call: ServerCall) -> admin_pb2.GetStatusResponse:
         if self.tells_tenant_alone:

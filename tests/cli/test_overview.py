@@ -16,6 +16,16 @@ async def test_a_service_is_told_to_leave(manylora: Manylora) -> None:
     assert "no worker, router or leading scheduler is called 'w-9'" in (await manylora("drain", "w-9")).stderr
 
 
+async def test_a_worker_drops_its_caches(manylora: Manylora) -> None:
+    said = "w-1: 3 adapters and 40 blocks of prefixes are dropped\n"
+    assert (await manylora("cache", "drop", "w-1")).stdout == said
+    assert (await manylora("cache", "drop", "w-1", "--adapters", "--prefixes")).stdout == said
+    only = await manylora("cache", "drop", "w-1", "--adapters", "--json")
+    assert only.json == {"worker_id": "w-1", "adapters": 3, "prefix_blocks": 0}
+    only = await manylora("cache", "drop", "w-1", "--prefixes", "--json")
+    assert only.json == {"worker_id": "w-1", "adapters": 0, "prefix_blocks": 40}
+
+
 async def test_status(manylora: Manylora) -> None:
     out = await manylora("status", "--json")
     assert out.json["base_model"] == "tiny"

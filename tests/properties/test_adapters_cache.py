@@ -85,6 +85,15 @@ class AdapterCacheMachine(RuleBasedStateMachine):
     def prefetch(self, uid: AdapterUid, tenant: TenantId | None) -> None:
         self.cache.prefetch(uid, tenant)
 
+    @rule()
+    def drop_idle(self) -> None:
+        entries = self.cache._residency.entries
+        wanted = {uid for uid, each in entries.items() if each.in_use or each.waiters or each.loading}
+        wanted |= {uid for uid, each in entries.items() if each.is_prefetched}
+        before = self.cache.tiers()
+        self.cache.drop_idle()
+        assert self.cache.tiers() == {uid: tier for uid, tier in before.items() if uid in wanted}
+
     @rule(tenant=_TENANTS, uids=st.lists(_UIDS, max_size=3, unique=True))
     def pin(self, tenant: TenantId, uids: list[AdapterUid]) -> None:
         pins = [Pin(AdapterName(uid), uid, _SIZES[uid]) for uid in uids]

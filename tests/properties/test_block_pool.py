@@ -102,12 +102,16 @@ class BlockPoolMachine(RuleBasedStateMachine):
         for block_id in blocks[index : index + 1]:
             self.names.pop(block_id, None)
 
-    @rule(tenant_id=_TENANTS)
-    def forget_computed(self, tenant_id: TenantId) -> None:
-        num_free = self.pool.num_free
-        self.pool.forget_computed(tenant_id)
-        self.names = {block: name for block, name in self.names.items() if self.writers[block] != tenant_id}
-        assert (self.pool.idle_of(tenant_id), self.pool.num_free) == (0, num_free)
+    @rule(tenant_id=st.none() | _TENANTS)
+    def forget_computed(self, tenant_id: TenantId | None) -> None:
+        num_free, before = self.pool.num_free, len(self.pool._cache.published_blocks())
+        forgotten = self.pool.forget_computed(tenant_id)
+        assert forgotten == before - len(self.pool._cache.published_blocks())
+        kept = {block: name for block, name in self.names.items() if tenant_id not in (None, self.writers[block])}
+        self.names = kept
+        assert self.pool.num_free == num_free
+        assert tenant_id is None or self.pool.idle_of(tenant_id) == 0
+        assert tenant_id is not None or not self.pool._cache.published_blocks()
         assert self.pool._cache.published_blocks().keys() <= self.names.keys()
 
     @rule(

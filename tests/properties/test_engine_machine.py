@@ -236,6 +236,13 @@ class EngineMachine(RuleBasedStateMachine):
         pins = [] if uid is None else [Pin(AdapterName(uid), uid, _SIZES[uid])]
         self.core.set_pins({TenantId(tenant): pins}, max(_SIZES.values()))
 
+    @rule(adapters=st.booleans())
+    def drop_caches(self, adapters: bool) -> None:
+        if adapters:
+            self.core.drop_adapters()
+        else:
+            self.core.drop_prefixes()
+
     @rule(uid=st.sampled_from(sorted(_SIZES)))
     def toggle_broken(self, uid: AdapterUid) -> None:
         if self.broken.pop(uid, self) is self:

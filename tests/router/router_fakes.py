@@ -132,6 +132,7 @@ class FakeWorker:
         )
         self.refuse_with: RpcError | None = None
         self.is_leaving = False
+        self.dropped: list[tuple[bool, bool]] = []
         self.running = 0
         self.cancelled = 0
         self.server: Server | None = None
@@ -149,6 +150,7 @@ class FakeWorker:
             "EndRequest": self.end_request,
             "ValidateAdapter": self.validate,
             "LeavePool": self.leave,
+            "DropCaches": self.drop_caches,
             "Control": control,
         }
         return Service(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"], handlers)
@@ -170,6 +172,12 @@ class FakeWorker:
             raise
         finally:
             self.running -= 1
+
+    async def drop_caches(
+        self, request: worker_pb2.DropCachesRequest, call: ServerCall
+    ) -> worker_pb2.DropCachesResponse:
+        self.dropped.append((request.adapters, request.prefixes))
+        return worker_pb2.DropCachesResponse(adapters=int(request.adapters), prefix_blocks=7 * request.prefixes)
 
     async def leave(self, request: worker_pb2.LeavePoolRequest, call: ServerCall) -> worker_pb2.LeavePoolResponse:
         self.is_leaving = True

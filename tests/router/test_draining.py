@@ -1,4 +1,4 @@
-"""Who is told to leave, by whom, and how."""
+"""Who is told to leave or to drop its caches, by whom, and how."""
 
 from __future__ import annotations
 
@@ -39,5 +39,23 @@ def test_only_operators_tell_and_only_who_is_there() -> None:
         with pytest.raises(RpcError, match="PERMISSION_DENIED"):
             await call(channel, "Drain", id="worker-1")
         assert not any(worker.is_leaving for worker in cluster.workers)
+
+    simulate(test)
+
+
+def test_a_worker_is_told_to_drop_its_caches() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        dropped = await call(cluster.client, "DropWorkerCaches", worker_id="worker-1", prefixes=True)
+        assert (dropped.adapters, dropped.prefix_blocks) == (0, 7)
+        assert [worker.dropped for worker in cluster.workers] == [[], [(False, True)]]
+        with pytest.raises(RpcError, match="neither adapters nor prefixes"):
+            await call(cluster.client, "DropWorkerCaches", worker_id="worker-1")
+        with pytest.raises(RpcError, match="no worker of the pool is called 'worker-9'"):
+            await call(cluster.client, "DropWorkerCaches", worker_id="worker-9", adapters=True)
+        channel = cluster.caller(await cluster.put_key(tenant="acme", scopes=("admin",)))
+        await until(lambda: len(cluster.app.directory.api_keys) == 2)
+        with pytest.raises(RpcError, match="PERMISSION_DENIED"):
+            await call(channel, "DropWorkerCaches", worker_id="worker-1", adapters=True)
+        assert len(cluster.workers[1].dropped) == 1
 
     simulate(test)

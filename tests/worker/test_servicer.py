@@ -10,6 +10,7 @@ import pytest
 from manylora.v1 import common_pb2, worker_pb2
 from manylora_shared.errors import Code, FieldViolation
 from manylora_shared.ids import AdapterUid
+from manylora_shared.transport.base import methods_of
 from manylora_shared.transport.grpc_transport import GrpcTransport
 from manylora_sim import loop as simulation
 from manylora_sim.fake_runner import FakeValidator, reference_tokens
@@ -44,6 +45,28 @@ async def test_a_request_over_grpc_on_the_engines_thread() -> None:
         assert result.finished.outcome == common_pb2.OUTCOME_COMPLETED
         assert result.finished.decode_ms > 0
         assert result.finished.prefill_ms > 0
+
+
+DROP_CACHES = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])["DropCaches"]
+
+
+async def test_dropped_caches_are_filled_again_and_what_runs_goes_on() -> None:
+    async with running_worker(transport=GrpcTransport(), threaded=True) as worker:
+        prompt = list(range(5, 55))
+        running = worker.execute(message("long", prompt_token_ids=prompt, adapter_uid=OTHER_UID, max_tokens=3000))
+        await running.read()
+        first = await collect(worker.execute(message("r1", prompt_token_ids=prompt, adapter_uid=UID, max_tokens=30)))
+        for adapters, prefixes, cached in ((False, False, 48), (True, False, 48), (True, True, 0)):
+            request = worker_pb2.DropCachesRequest(adapters=adapters, prefixes=prefixes)
+            dropped = await worker.channel.call(DROP_CACHES, request)
+            assert dropped.adapters == int(adapters), "the one that runs stays"
+            assert (dropped.prefix_blocks > 0) == prefixes
+            again = await collect(
+                worker.execute(message("r2", prompt_token_ids=prompt, adapter_uid=UID, max_tokens=30))
+            )
+            assert again.tokens == first.tokens
+            assert again.finished.cached_prompt_tokens == cached
+        running.cancel()
 
 
 async def test_choices_stop_tokens_and_logprobs() -> None:

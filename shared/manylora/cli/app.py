@@ -32,10 +32,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 certs_app = typer.Typer(help="Certificates for TLS.", no_args_is_help=True)
+cache_app = typer.Typer(help="What workers keep for later requests.", no_args_is_help=True)
 app.add_typer(certs_app, name="certs")
 app.add_typer(tenant_app, name="tenant")
 app.add_typer(key_app, name="key")
 app.add_typer(adapter_app, name="adapter")
+app.add_typer(cache_app, name="cache")
 app.command()(load)
 app.command()(up)
 
@@ -258,6 +260,25 @@ def drain(
     from manylora.cli import overview
 
     return overview.drain(target, instance_id, as_json=as_json)
+
+
+@cache_app.command("drop")
+@on_cluster
+def drop_caches(
+    worker_id: Annotated[str, typer.Argument(metavar="WORKER", help="Its id, as the status has it.")],
+    adapters: Annotated[bool, typer.Option("--adapters", help="Only adapters, on device and host.")] = False,
+    prefixes: Annotated[bool, typer.Option("--prefixes", help="Only prefixes of prompts.")] = False,
+    *,
+    target: Target,
+    as_json: bool,
+) -> Work:
+    """Let a worker forget adapters and prefixes; what runs, what is waited for and what is pinned stays."""
+    from manylora.cli import overview
+
+    both = adapters == prefixes
+    return overview.drop_caches(
+        target, worker_id, adapters=adapters or both, prefixes=prefixes or both, as_json=as_json
+    )
 
 
 @app.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from operator import attrgetter
 from typing import TypeVar
 
@@ -63,6 +63,15 @@ async def drain(target: Target, instance_id: str, *, as_json: bool) -> None:
         print_json({"id": instance_id, "kind": kind})
     else:
         write(f"{instance_id}: the {kind} leaves\n")
+
+
+async def drop_caches(target: Target, worker_id: str, *, adapters: bool, prefixes: bool, as_json: bool) -> None:
+    async with target.client() as client:
+        dropped = await client.drop_caches(worker_id, adapters=adapters, prefixes=prefixes)
+    if as_json:
+        print_json({"worker_id": worker_id, **asdict(dropped)})
+    else:
+        write(f"{worker_id}: {dropped.adapters} adapters and {dropped.prefix_blocks} blocks of prefixes are dropped\n")
 
 
 def _table(columns: Columns[T], items: Sequence[T], *, empty: str = "") -> None:

@@ -31,6 +31,7 @@ from manylora.client.caller import DEFAULT_TIMEOUT_S, Caller, printable
 from manylora.client.cluster import (
     AdapterInfo,
     ClusterStatus,
+    DroppedCaches,
     GivenFeedback,
     LiftedQuarantine,
     Models,
@@ -351,6 +352,14 @@ class Client:
         request = admin_pb2.DrainRequest(id=instance_id)
         answer = await self._caller.call(_ADMIN["Drain"], request, timeout_s=timeout_s, repeatable=False)
         return str(answer.kind)
+
+    async def drop_caches(
+        self, worker_id: str, *, adapters: bool = True, prefixes: bool = True, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> DroppedCaches:
+        """What runs, what is waited for and what is pinned stays."""
+        request = admin_pb2.DropWorkerCachesRequest(worker_id=worker_id, adapters=adapters, prefixes=prefixes)
+        answer = await self._caller.call(_ADMIN["DropWorkerCaches"], request, timeout_s=timeout_s)
+        return DroppedCaches(answer.adapters, answer.prefix_blocks)
 
     async def wait_until_serving(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Raises RequestFailed with DEADLINE_EXCEEDED where the server's health never says SERVING."""

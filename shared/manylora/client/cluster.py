@@ -391,6 +391,12 @@ class LiftedQuarantine:
 
 
 @dataclass(frozen=True)
+class DroppedCaches:
+    adapters: int  # that left device or host
+    prefix_blocks: int
+
+
+@dataclass(frozen=True)
 class RolloutStatus:
     tenant_id: str
     name: str

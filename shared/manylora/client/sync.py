@@ -26,6 +26,7 @@ from manylora.client.cluster import (
     AutoRollout,
     CheckedAdapter,
     ClusterStatus,
+    DroppedCaches,
     GivenFeedback,
     KeyInfo,
     LiftedQuarantine,
@@ -327,6 +328,13 @@ class SyncClient:
 
     def drain(self, instance_id: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> str:
         return self._thread.run(self._client.drain(instance_id, timeout_s=timeout_s))
+
+    def drop_caches(
+        self, worker_id: str, *, adapters: bool = True, prefixes: bool = True, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> DroppedCaches:
+        return self._thread.run(
+            self._client.drop_caches(worker_id, adapters=adapters, prefixes=prefixes, timeout_s=timeout_s)
+        )
 
     def wait_until_serving(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self._thread.run(self._client.wait_until_serving(timeout_s))

@@ -103,6 +103,8 @@ class ClusterOptions:
     """Further settings, as flags; for tests and benchmarks."""
     router_flags: tuple[str, ...] = ()
     scheduler_flags: tuple[str, ...] = ()
+    command_of: Callable[[str, list[str]], list[str]] = lambda name, command: command
+    """What a service's command becomes; for tests and benchmarks, which start one elsewhere."""
     start_timeout_s: float = 900.0  # of each process: a large model takes its time to load
     grace_s: float = 10.0  # beyond drain_s
 
@@ -332,7 +334,7 @@ class LocalCluster:
     ) -> Child:
         child = Child(
             name,
-            command,
+            lambda ready: self.options.command_of(name, command(ready)),
             log_path=self._log(name),
             notify=self._notify,
             start_timeout_s=self.options.start_timeout_s,

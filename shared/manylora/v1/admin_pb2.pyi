@@ -581,6 +581,24 @@ class DrainResponse(_message.Message):
     kind: str
     def __init__(self, kind: _Optional[str] = ...) -> None: ...
 
+class DropWorkerCachesRequest(_message.Message):
+    __slots__ = ("worker_id", "adapters", "prefixes")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    adapters: bool
+    prefixes: bool
+    def __init__(self, worker_id: _Optional[str] = ..., adapters: _Optional[bool] = ..., prefixes: _Optional[bool] = ...) -> None: ...
+
+class DropWorkerCachesResponse(_message.Message):
+    __slots__ = ("adapters", "prefix_blocks")
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    adapters: int
+    prefix_blocks: int
+    def __init__(self, adapters: _Optional[int] = ..., prefix_blocks: _Optional[int] = ...) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ("local_only",)
     LOCAL_ONLY_FIELD_NUMBER: _ClassVar[int]

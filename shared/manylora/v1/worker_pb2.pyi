@@ -160,6 +160,22 @@ class LeavePoolResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class DropCachesRequest(_message.Message):
+    __slots__ = ("adapters", "prefixes")
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    adapters: bool
+    prefixes: bool
+    def __init__(self, adapters: _Optional[bool] = ..., prefixes: _Optional[bool] = ...) -> None: ...
+
+class DropCachesResponse(_message.Message):
+    __slots__ = ("adapters", "prefix_blocks")
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    adapters: int
+    prefix_blocks: int
+    def __init__(self, adapters: _Optional[int] = ..., prefix_blocks: _Optional[int] = ...) -> None: ...
+
 class ValidateAdapterRequest(_message.Message):
     __slots__ = ("path", "tenant_id", "adapter_uid")
     PATH_FIELD_NUMBER: _ClassVar[int]

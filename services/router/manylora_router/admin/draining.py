@@ -1,16 +1,18 @@
-"""Tells a service, by its id, that it is to end in order. Knows where it is from the mirrors, and not how it ends."""
+"""Tells a service, by its id, to end in order, or a worker to drop its caches. Knows where it is from the mirrors, and
+not how it does so."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from google.protobuf.message import Message
 from manylora.v1 import admin_pb2, scheduler_pb2, worker_pb2
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Store
 from manylora_shared.coordination.records import SchedulerMember, SchedulerRecord
-from manylora_shared.errors import NotFound
+from manylora_shared.errors import InvalidRequest, NotFound
 from manylora_shared.ids import is_valid_name
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.identity import AUTHORIZATION_KEY
@@ -22,6 +24,7 @@ _LOG = logging.getLogger(__name__)
 _TIMEOUT_S = 5.0
 _LEAVE_WORKER = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])["LeavePool"]
 _LEAVE_SCHEDULER = methods_of(scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"])["Resign"]
+_DROP_CACHES = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])["DropCaches"]
 _DRAIN = methods_of(admin_pb2.DESCRIPTOR.services_by_name["AdminService"])["Drain"]
 _MAX_SHOWN = 80
 
@@ -77,11 +80,24 @@ class Draining:
         kv = await self._store.get(keys.scheduler(instance_id)) if is_valid_name(instance_id) else None
         return SchedulerMember.stored(kv) if kv is not None else None
 
+    async def drop_caches(self, request: admin_pb2.DropWorkerCachesRequest) -> admin_pb2.DropWorkerCachesResponse:
+        """Raises InvalidRequest, NotFound, or RpcError where the worker does not answer."""
+        if not (request.adapters or request.prefixes):
+            raise InvalidRequest.of("adapters", "neither adapters nor prefixes are to be dropped")
+        worker = self._directory.workers.get(request.worker_id)
+        if worker is None:
+            raise NotFound(f"worker_id: no worker of the pool is called {request.worker_id[:_MAX_SHOWN]!r}")
+        wanted = worker_pb2.DropCachesRequest(adapters=request.adapters, prefixes=request.prefixes)
+        dropped = await self._call(self._peers, worker.address, _DROP_CACHES, wanted, {})
+        told = fields(worker=request.worker_id, adapters=dropped.adapters, prefix_blocks=dropped.prefix_blocks)
+        _LOG.info("a worker dropped its caches", extra=told)
+        return admin_pb2.DropWorkerCachesResponse(adapters=dropped.adapters, prefix_blocks=dropped.prefix_blocks)
+
     async def _call(
         self, transport: Transport, address: str, method: Method, request: Message, metadata: Mapping[str, str]
-    ) -> None:
+    ) -> Any:
         channel = transport.connect(address)
         try:
-            await channel.call(method, request, timeout=_TIMEOUT_S, metadata=metadata)
+            return await channel.call(method, request, timeout=_TIMEOUT_S, metadata=metadata)
         finally:
             await channel.close()

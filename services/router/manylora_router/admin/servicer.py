@@ -102,6 +102,7 @@ class AdminServicer:
             "VerifyAdapters": self.verify_adapters,
             "LiftQuarantine": self.lift_quarantine,
             "Drain": self.drain,
+            "DropWorkerCaches": self.drop_worker_caches,
             "GetStatus": self.get_status,
         }
         handlers = own | self._keys.handlers | self._versions.handlers | self._adapter_documents.handlers
@@ -351,6 +352,11 @@ class AdminServicer:
 
     async def drain(self, request: admin_pb2.DrainRequest, call: KnownCall) -> admin_pb2.DrainResponse:
         return admin_pb2.DrainResponse(kind=await self._draining.drain(request.id, call.metadata))
+
+    async def drop_worker_caches(
+        self, request: admin_pb2.DropWorkerCachesRequest, call: KnownCall
+    ) -> admin_pb2.DropWorkerCachesResponse:
+        return await self._draining.drop_caches(request)
 
     async def get_status(self, request: admin_pb2.GetStatusRequest, call: KnownCall) -> admin_pb2.GetStatusResponse:
         return await self._status.told(call.principal.tenant_id or "", call.metadata, local_only=request.local_only)

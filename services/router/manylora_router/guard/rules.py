@@ -64,6 +64,7 @@ RPCS: Mapping[str, Rule] = {
     "AdminService/ListKeys": Rule((Scope.KEYS_READ,)),
     "AdminService/LiftQuarantine": _act(Scope.CLUSTER_WRITE),
     "AdminService/Drain": _act(Scope.CLUSTER_WRITE),
+    "AdminService/DropWorkerCaches": _act(Scope.CLUSTER_WRITE),
     "AdminService/GetStatus": _METRICS,
 }
 

@@ -265,6 +265,18 @@ class AdapterCache:
             forgotten = next(uid for uid, tenant in self._prefetches.items() if counts[tenant] == most)
             self._end_prefetch(self._residency.entries[forgotten])
 
+    def drop_idle(self) -> int:
+        """Off device and host goes what nobody uses, waits for or pins. Returns how many adapters."""
+        entries = list(self._residency.entries.values())
+        idle = [e for e in entries if not (e.in_use or e.waiters or e.queued or e.loading or e.is_prefetched)]
+        for entry in idle:
+            for tier in (AdapterTier.DEVICE, AdapterTier.HOST):
+                if entry.is_on(tier):
+                    self._residency.drop(entry, tier)
+            self._residency.forget_if_unused(entry)
+        self._settled = None
+        return len(idle)
+
     def set_pins(self, pins: Mapping[TenantId, Sequence[Pin]], largest_bytes: int) -> None:
         """Tries failed loads again. largest_bytes: of registered adapters; room for one stays beside all pins."""
         self._pins.set(pins, largest_bytes)

@@ -222,6 +222,16 @@ class EngineCore:
         assert self._begun is None
         self._adapters.prefetch(adapter_uid, tenant_id)
 
+    def drop_adapters(self) -> int:
+        """See AdapterCache.drop_idle."""
+        assert self._begun is None
+        return self._adapters.drop_idle()
+
+    def drop_prefixes(self) -> int:
+        """See BlockPool.forget_computed."""
+        assert self._begun is None
+        return self._pool.forget_computed()
+
     def set_pins(self, pins: Mapping[TenantId, SequenceOf[Pin]], largest_bytes: int) -> None:
         """See AdapterCache.set_pins."""
         assert self._begun is None

@@ -14,6 +14,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
@@ -92,6 +93,16 @@ class Runtime(ABC):
 
     def set_pins(self, pins: Mapping[TenantId, Sequence[Pin]], largest_bytes: int) -> None:
         self._send(lambda core, now: core.set_pins(pins, largest_bytes))
+
+    def drop_caches(self, *, adapters: bool, prefixes: bool) -> Future[tuple[int, int]]:
+        """How many adapters, and blocks of prefixes."""
+        done: Future[tuple[int, int]] = Future()
+
+        def drop(core: EngineCore, now: float) -> None:
+            done.set_result((core.drop_adapters() if adapters else 0, core.drop_prefixes() if prefixes else 0))
+
+        self._send(drop)
+        return done
 
     def set_share(self, tenant_id: TenantId, share: TenantShare | None) -> None:
         """None: the default."""

@@ -186,17 +186,19 @@ class BlockPool:
             assert self._references[block_id] > 0
             self._cache.unpublish(block_id)
 
-    def forget_computed(self, tenant_id: TenantId) -> None:
-        """No lookup finds any more what the tenant has computed. Who holds such blocks keeps them."""
-        for block_id, (_, owner) in self._cache.published_blocks().items():
-            if owner != tenant_id:
-                continue
+    def forget_computed(self, tenant_id: TenantId | None = None) -> int:
+        """No lookup finds any more what the tenant (None: anybody) has computed. Who holds such blocks keeps them.
+        Returns how many blocks."""
+        published = self._cache.published_blocks()
+        forgotten = [block_id for block_id, (_, owner) in published.items() if tenant_id in (None, owner)]
+        for block_id in forgotten:
             is_idle = self._cache.is_idle(block_id)
             if is_idle:
                 self._cache.wake(block_id)
             self._cache.unpublish(block_id)
             if is_idle:
                 self._give_away(block_id)
+        return len(forgotten)
 
     def copy_on_write(self, block_id: int) -> int:
         """Trades a shared block for one of its own; the coming step copies the content."""

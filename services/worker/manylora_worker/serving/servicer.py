@@ -34,6 +34,7 @@ from manylora_worker.weights.adapter_check import AdapterValidator
 _LOG = logging.getLogger(__name__)
 _MAX_FLUSH_S = 0.15  # however many streams there are, each gets seven frames a second
 _STARTED_S = 0.02  # so long the first frame (the request has begun) waits for first tokens to travel with
+_DROPPING_S = 4.0  # for the engine to come to a boundary between two steps
 _COMING_S = 1.0  # for a request that is not here: its Execute may be on its way
 _MAX_PATH_CHARS = 1024
 
@@ -91,6 +92,7 @@ class WorkerServicer:
                 "EndRequest": self.end_request,
                 "ValidateAdapter": self.validate_adapter,
                 "LeavePool": self.leave_pool,
+                "DropCaches": self.drop_caches,
                 "Control": self.control,
             },
         )
@@ -235,6 +237,18 @@ class WorkerServicer:
         self.drain()
         self._leave()
         return worker_pb2.LeavePoolResponse()
+
+    async def drop_caches(
+        self, message: worker_pb2.DropCachesRequest, call: ServerCall
+    ) -> worker_pb2.DropCachesResponse:
+        dropping = self._runtime.drop_caches(adapters=message.adapters, prefixes=message.prefixes)
+        try:
+            async with asyncio.timeout(_DROPPING_S):
+                adapters, blocks = await asyncio.wrap_future(dropping)
+        except TimeoutError:
+            raise ServiceUnavailable(f"the engine of worker {self._worker_id} does not answer") from None
+        _LOG.info("caches were dropped", extra=fields(adapters=adapters, prefix_blocks=blocks))
+        return worker_pb2.DropCachesResponse(adapters=adapters, prefix_blocks=blocks)
 
     async def validate_adapter(
         self, message: worker_pb2.ValidateAdapterRequest, call: ServerCall
