@@ -53,6 +53,10 @@ def test_tenants_adapters_are_summed_in_the_status_and_counted_in_metrics() -> N
     }
     assert counted == {"own": 7, "displaced": 2}
     assert metrics[Metrics.UNMET_PINS, frozenset()] == 2
+    of_pool = frozenset({(Attribute.POOL, "default")})
+    assert metrics[Metrics.POOL_WORKERS, of_pool] == 2
+    assert metrics[Metrics.POOL_WORKERS_WANTED, of_pool] == 2
+    assert metrics[Metrics.KEPT_OUT_WORKERS, of_pool] == 0
 
 
 def test_the_kv_of_tenants_is_told_for_the_workers_whose_streams_are_up() -> None:

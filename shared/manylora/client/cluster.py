@@ -217,7 +217,7 @@ class OverloadStatus:
 
 @dataclass(frozen=True)
 class NoisyNeighbour:
-    """A tenant that others suffer from, or may soon; it is only reported."""
+    """A tenant that others suffer from, or may soon."""
 
     kind: str
     tenant_id: str

@@ -79,6 +79,12 @@ def _from_otlp(
     return Metric(name or otlp.replace(".", "_"), kind, service, help, labels, unit, buckets, otlp)
 
 
+def _pool(name: str, help: str, unit: str = "") -> Metric:
+    return Metric(
+        f"manylora_pool_{name}", "gauge", "scheduler", help, (Attribute.POOL,), unit, (), f"manylora.pool.{name}"
+    )
+
+
 def _genai(name: str, help: str, buckets: Sequence[float]) -> Metric:
     seconds = name.replace(".", "_") + "_seconds"
     return Metric(seconds, "histogram", "router", help, _GENAI, "s", buckets, name)
@@ -247,6 +253,19 @@ class Metrics:
         "Workers whose stream stands",
         otlp="manylora.scheduler.connected_workers",
     )
+    # of each pool, for autoscaling
+    POOL_WORKERS = _pool("workers", "Workers that take requests")
+    POOL_WORKERS_WANTED = _pool(
+        "workers_wanted", "Workers that hold what is predicted at 80 % load each, and what waits now"
+    )
+    POOL_WANTED = _pool("tokens_wanted_per_second", "Asked for, refused ones included: prompt tokens count half")
+    POOL_CAPACITY = _pool("tokens_capacity_per_second", "What the workers could do, by what they do")
+    POOL_LOAD = _pool("load_ratio", "Tokens wanted to tokens that there are; above 1 the pool is too small")
+    POOL_PREDICTED = _pool("predicted_tokens_per_second", "Wanted in five minutes, by a linear trend")
+    POOL_QUEUE_S = _pool("queue_seconds", "How long the oldest interactive or standard request has waited", "s")
+    POOL_QUEUED = _pool("queued_requests", "Requests that wait in the queue")
+    POOL_KV = _pool("kv_pressure_ratio", "Used part of the KV blocks")
+    POOL_ADAPTERS = _pool("adapter_pressure_ratio", "Part of the last 30 s' grants whose adapter had to be loaded")
     KEPT_OUT_WORKERS = Metric(
         "manylora_kept_out_workers",
         "gauge",
@@ -354,3 +373,4 @@ class Metrics:
 
 
 ALL: Sequence[Metric] = tuple(each for each in vars(Metrics).values() if isinstance(each, Metric))
+POOL_METRICS: Sequence[Metric] = tuple(each for each in ALL if each.name.startswith("manylora_pool_"))

@@ -48,6 +48,17 @@ class CoreView:
         slots = sum(worker.sequence_slots for worker in serving)
         return sum(worker.free_sequences for worker in serving) / slots if slots else 0.0
 
+    @property
+    def kv_part(self) -> float:
+        """The used part of the KV blocks of all workers that take requests: O(workers)."""
+        serving = [worker for worker in self._fleet.workers if worker.serving]
+        blocks = sum(worker.kv_blocks_total for worker in serving)
+        return 1.0 - sum(worker.free_blocks for worker in serving) / blocks if blocks else 0.0
+
+    @property
+    def num_serving(self) -> int:
+        return sum(worker.serving for worker in self._fleet.workers)
+
     def is_queued(self, request_id: RequestId) -> bool:
         ticket = self._tickets.wanted.get(request_id)
         return ticket is not None and ticket.phase is QUEUED

@@ -95,6 +95,11 @@ class Demand:
     def __len__(self) -> int:
         return len(self._tenants)
 
+    def rates(self, now: float) -> tuple[float, float]:
+        """Cost a second: asked for by all, with what is queued in one window's time; and done."""
+        window = self._scale(now) * DEMAND_WINDOW_S
+        return sum(bucket.cost for bucket in self._buckets.values()) / window, self._done / window
+
     def tenants(self) -> Iterator[TenantId]:
         return iter(self._tenants)
 

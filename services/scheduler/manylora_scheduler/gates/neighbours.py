@@ -1,6 +1,7 @@
 """Who makes trouble for others, and the numbers that say so. Pure; time is passed in.
 
-Owns what three detectors remember. They report, and nothing follows from it. A tenant alone is nobody's neighbour.
+Owns what three detectors remember. They report; what follows from it is OverloadGate's. A tenant alone is nobody's
+neighbour.
 
     kv_growth       a tenant holds much of a worker's KV blocks, and at its pace the free ones end soon
     adapter_thrash  most of a tenant's grants load their adapter, over many adapters, and most loads are its
@@ -31,6 +32,7 @@ MAX_GRANTS = 10_000  # in a busier cluster the window is shorter
 SKEW = 4.0
 MIN_SKEW_S = 0.2
 NOISY_KINDS = ("kv_growth", "adapter_thrash", "wait_skew")
+HURTING_KINDS = ("kv_growth", "adapter_thrash")  # others' memory; a queue of its own hurts nobody else
 MAX_FOUND = 32  # reports at a time: each detector's strongest first
 
 
@@ -100,6 +102,12 @@ class Neighbours:
     def granted(self, tenant_id: TenantId, uid: AdapterUid, is_resident: bool, now: float) -> None:
         """`is_resident`: the worker has the adapter's weights."""
         self._grants.append(_Grant(now, tenant_id, uid, not is_resident))
+
+    def loads_part(self, now: float) -> float:
+        """Of late grants with an adapter, those that load it."""
+        since = now - LOADS_WINDOW_S
+        late = [grant.loads for grant in self._grants if grant.at >= since]
+        return sum(late) / len(late) if late else 0.0
 
     def find(
         self, waits: list[FlowWait], tops: Callable[[TenantId], tuple[float, float, float]], now: float

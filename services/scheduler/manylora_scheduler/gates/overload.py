@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from manylora_shared.composition import uids_of
 from manylora_shared.errors import Code
+from manylora_shared.fairness.costs import OUTPUT_TOKEN_COST
 from manylora_shared.ids import DEFAULT_POOL, QosClass, RequestId, TenantId, WorkerId
 from manylora_shared.tenancy.overload import (
     ADMISSION,
@@ -49,8 +50,9 @@ from manylora_scheduler.core.events import (
 from manylora_scheduler.core.request import FlowKey, QueuedRequest
 from manylora_scheduler.core.timers import earlier
 from manylora_scheduler.gates.demand import Demand
-from manylora_scheduler.gates.neighbours import Neighbours, Noisy
+from manylora_scheduler.gates.neighbours import HURTING_KINDS, Neighbours, Noisy
 from manylora_scheduler.gates.queue_delay import OverloadTargets, QueueDelays, Waiting
+from manylora_scheduler.gates.signals import FULL, Seen
 
 TICK_S = 0.1
 LOOK_S = 1.0
@@ -177,6 +179,19 @@ class OverloadGate:
         late = {qos_class: self._cluster.late_part(qos_class) for qos_class in QosClass}
         return OverloadState(self._view, late, self._targets, self._counts, demand, self._noisy)
 
+    def seen(self, now: float) -> Seen:
+        wanted, done = self._demand.rates(now)
+        return Seen(
+            workers=self._core_view.num_serving,
+            wanted_tps=wanted / OUTPUT_TOKEN_COST,
+            done_tps=done / OUTPUT_TOKEN_COST,
+            queued=self._book.num_queued,
+            queue_s=self._book.longest_s(now),
+            slots_part=1.0 - self._core_view.free_part,
+            kv_part=self._core_view.kv_part,
+            adapter_loads_part=self._neighbours.loads_part(now),
+        )
+
     def kv_blocks(self, worker_id: WorkerId) -> Mapping[TenantId, int]:
         return self._neighbours.kv_blocks(worker_id)
 
@@ -250,6 +265,8 @@ class OverloadGate:
         if self._enabled:
             if not self._core_view.is_serving:
                 cluster, own = {}, {}
+            else:
+                self._press(cluster, own)
             self._move(cluster, own, dt_s)
             view = self._make_view()
             self.core.set_precedence(None if view.is_quiet else self)
@@ -260,11 +277,18 @@ class OverloadGate:
         if now - self._looked_at >= LOOK_S:
             self._looked_at = now
             self._noisy = self._neighbours.find(self._book.waits(now), self._demand.tops, now)
+            self._noisy = tuple(self._with_level(noisy) for noisy in self._noisy)
         if self._book.num_queued or self._is_used or self._noisy or not self._cluster.is_idle or self._own:
             self._tick_at = now + TICK_S
         else:
             self._tick_at = None
         return commands
+
+    def _with_level(self, noisy: Noisy) -> Noisy:
+        own = self._own.get(noisy.tenant_id)
+        if own is None or not own.level or noisy.kind not in HURTING_KINDS:
+            return noisy
+        return replace(noisy, evidence={**noisy.evidence, "own_level": float(own.level)})
 
     def factor(self, flow: FlowKey) -> int:
         # It is for tenants within their share: who floods a class gets no more than its weight for it.
@@ -297,11 +321,24 @@ class OverloadGate:
                 elif len(self._own) < MAX_LISTED:
                     those = None
             if those is not None:
-                known = those.get(qos_class, NO_SAMPLE)
-                those[qos_class] = Sample(
-                    known.count + sample.count, known.warned + sample.warned, known.late + sample.late
-                )
+                _add(those, qos_class, sample)
         return cluster, own
+
+    def _press(self, cluster: _Samples, own: dict[TenantId, _Samples]) -> None:
+        """Full KV memory, and who hurts others' memory, count as batch requests that wait too long: so no more than
+        batch is given up for them, and of nobody what is within its share.
+        """
+        if any(cluster[c].count for c in (QosClass.INTERACTIVE, QosClass.STANDARD) if c in cluster):
+            late = (self._core_view.kv_part - FULL) / (1.0 - FULL)
+            if late > 0.0:
+                _add(cluster, QosClass.BATCH, Sample(1.0, 1.0, min(late, 1.0)))
+        for tenant_id in dict.fromkeys(noisy.tenant_id for noisy in self._noisy if noisy.kind in HURTING_KINDS):
+            if self._demand.tops(tenant_id)[-1] <= WITHIN_SHARE:
+                continue
+            if tenant_id not in self._own and len(self._own) < MAX_LISTED:
+                self._own[tenant_id] = LevelController()
+            if tenant_id in self._own:
+                _add(own.setdefault(tenant_id, {}), QosClass.BATCH, Sample(1.0, 1.0, 1.0))
 
     def _move(self, cluster: _Samples, own: dict[TenantId, _Samples], dt_s: float) -> None:
         free_part = self._core_view.free_part if not self._book.num_queued else 0.0
@@ -370,6 +407,11 @@ class OverloadGate:
                 self._counts[qos_class].shed += len(shed)
                 commands += self._seen(self.core.apply(Shed(tuple(shed)), now), now)
         return commands
+
+
+def _add(samples: _Samples, qos_class: QosClass, sample: Sample) -> None:
+    known = samples.get(qos_class, NO_SAMPLE)
+    samples[qos_class] = Sample(known.count + sample.count, known.warned + sample.warned, known.late + sample.late)
 
 
 def _rounded(shares: float) -> float:

@@ -195,6 +195,10 @@ class QueueDelays:
                 self._granted[flow] = None
         self._offset += 1
 
+    def longest_s(self, now: float) -> float:
+        """Of those with a target, the oldest that `waits` sees."""
+        return max((wait.oldest_s for wait in self.waits(now) if self._targets.of(wait.flow.qos_class)), default=0.0)
+
     def waits(self, now: float) -> list[FlowWait]:
         """Of each class the flow with most that is queued, and a sample of all."""
         stride = max(1, len(self.flows) // MAX_WAITS)

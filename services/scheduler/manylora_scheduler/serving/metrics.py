@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from manylora_shared.ids import QosClass, WorkerId
 from manylora_shared.telemetry import Attribute, Metrics, Telemetry
+from manylora_shared.telemetry.registry import POOL_METRICS
 
 from manylora_scheduler.gates.neighbours import NOISY_KINDS
 from manylora_scheduler.gates.overload import OverloadState
+from manylora_scheduler.gates.signals import Signals
 from manylora_scheduler.serving.told import Told
 
 
@@ -42,6 +44,23 @@ class TermMetrics:
         telemetry.gauge(Metrics.CONNECTED_WORKERS, sum(told is not None for told in workers.values()))
         self._record_adapters(workers)
 
+    def record_pools(self, pools: Mapping[str, Signals]) -> None:
+        for pool, signals in pools.items():
+            labels, seen = {Attribute.POOL: pool}, signals.seen
+            for metric, value in (
+                (Metrics.POOL_WORKERS, seen.workers),
+                (Metrics.POOL_WORKERS_WANTED, signals.workers_wanted),
+                (Metrics.POOL_WANTED, seen.wanted_tps),
+                (Metrics.POOL_CAPACITY, signals.capacity_tps),
+                (Metrics.POOL_LOAD, signals.load),
+                (Metrics.POOL_PREDICTED, signals.predicted_tps),
+                (Metrics.POOL_QUEUE_S, seen.queue_s),
+                (Metrics.POOL_QUEUED, seen.queued),
+                (Metrics.POOL_KV, seen.kv_part),
+                (Metrics.POOL_ADAPTERS, seen.adapter_loads_part),
+            ):
+                self._telemetry.gauge(metric, value, labels)
+
     def close(self) -> None:
         """What is now is another's to tell."""
         for metric in (
@@ -50,6 +69,7 @@ class TermMetrics:
             Metrics.NOISY_NEIGHBOURS,
             Metrics.CONNECTED_WORKERS,
             Metrics.UNMET_PINS,
+            *POOL_METRICS,
         ):
             self._telemetry.clear(metric)
 

@@ -47,6 +47,7 @@ from manylora_scheduler.gates.overload import OverloadGate
 from manylora_scheduler.gates.pools import Pools
 from manylora_scheduler.gates.queue_delay import OverloadTargets
 from manylora_scheduler.gates.quota import QuotaGate
+from manylora_scheduler.gates.signals import PoolSignals, Signals
 from manylora_scheduler.serving.clock_codec import Legacy
 from manylora_scheduler.serving.clock_keeper import ClockKeeper
 from manylora_scheduler.serving.metrics import TermMetrics
@@ -127,6 +128,7 @@ class Term:
         settled = predecessor.settled.items() if predecessor is not None else ()
         known = {flow: tokens for flow, tokens in settled if flow.tenant_id in policies}
         self.quotas = QuotaGate(self.pools, self._loop.time(), known)
+        self._signals: dict[str, PoolSignals] = {}
         self._routers: dict[RouterId, RouterLine] = {}
         self._workers: dict[WorkerId, WorkerLine] = {}
         self._ending: dict[asyncio.Task[None], None] = {}
@@ -274,6 +276,7 @@ class Term:
             await asyncio.sleep(self._clock_pause_s)
             told = {worker_id: line.told for worker_id, line in self._workers.items()}
             self._metrics.record([gate.state() for gate in self.pools.gates.values()], told)
+            self._metrics.record_pools(self._look())
             if self.pools.is_restoring:
                 continue
             try:
@@ -282,6 +285,13 @@ class Term:
                     return
             except StoreUnavailable as e:
                 _LOG.warning("the clock was not saved", extra=fields(error=str(e)))
+
+    def _look(self) -> dict[str, Signals]:
+        now, gates = self._loop.time(), self.pools.gates
+        return {
+            pool: self._signals.setdefault(pool, PoolSignals()).look(gate.seen(now), now)
+            for pool, gate in gates.items()
+        }
 
     async def _save_last(self) -> None:
         """The planned end of a term: the next leader begins exactly where this one ended."""
