@@ -407,6 +407,14 @@ def rules() -> dict[str, Any]:
                         "1m",
                     ),
                     _rule(
+                        "WorkerKeptOut",
+                        f"max by ({labels_of(Metrics.KEPT_OUT_WORKERS, [Attribute.POOL])}) "
+                        f"({Metrics.KEPT_OUT_WORKERS.series}) > 0",
+                        "ticket",
+                        "A worker computes another model than its pool {{ $labels.pool }}, and is kept out",
+                        "1m",
+                    ),
+                    _rule(
                         "NotScraped",
                         'up{job="manylora"} == 0',
                         "ticket",

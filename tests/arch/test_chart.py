@@ -34,6 +34,10 @@ PLAIN = laid_over(ONE_MACHINE, {"tls": {"source": "none"}})
 SECRET = laid_over(ONE_MACHINE, {"tls": {"source": "secret", "secretName": "own"}})
 HPA = laid_over(production(), {"poolDefaults": {"autoscaling": {"kind": "hpa"}}})
 MIG = laid_over(production(), {"poolDefaults": {"accelerator": {"resource": "nvidia.com/mig-3g.40gb", "count": 1}}})
+TWO_POOLS = laid_over(
+    production(),
+    {"pools": {"small": {"replicas": 1, "model": {"name": "s", "volume": {"nfs": {"server": "n", "path": "/"}}}}}},
+)
 ALL: Mapping[str, Mapping[str, Any]] = {
     "one": ONE_MACHINE,
     "plain": PLAIN,
@@ -41,6 +45,7 @@ ALL: Mapping[str, Mapping[str, Any]] = {
     "many": production(),
     "hpa": HPA,
     "mig": MIG,
+    "two-pools": TWO_POOLS,
 }
 CUSTOM = {"ScaledObject", "ServiceMonitor", "PrometheusRule", "Certificate"}
 each_kind = pytest.mark.parametrize("values", ALL.values(), ids=ALL.keys())
@@ -182,7 +187,7 @@ def test_services_and_policies_name_pods_that_are_there(values: Mapping[str, Any
                 target = document["spec"]["scaleTargetRef"]
                 assert "replicas" not in named(values, target["kind"], target["name"])["spec"]
             case "NetworkPolicy":
-                (pod,) = chosen(document["spec"]["podSelector"]["matchLabels"])
+                pod, *_ = chosen(document["spec"]["podSelector"]["matchLabels"])
                 served = {port["containerPort"] for port in pod["spec"]["containers"][0]["ports"]} - {2381}
                 allowed = {port["port"] for rule in document["spec"]["ingress"] for port in rule["ports"]}
                 assert allowed == served
@@ -207,6 +212,19 @@ def test_accelerators_are_asked_for_by_their_resource() -> None:
     two = laid_over(production(), {"poolDefaults": {"accelerator": {"count": 2}}})
     assert "--tensor-parallel=2" in container(workloads(two)["worker"])["args"]
     assert "--device=cpu" in container(workloads(ONE_MACHINE)["worker"])["args"]
+
+
+def test_each_pool_has_workers_of_its_own_and_routers_read_all_their_models() -> None:
+    router = container(workloads(TWO_POOLS)["router"])
+    assert {"--model=/var/lib/manylora/models/default", "--pool-models=small=/var/lib/manylora/models/small"} <= set(
+        router["args"]
+    )
+    assert "/var/lib/manylora/models/small" in {mount["mountPath"] for mount in router["volumeMounts"]}
+    small = named(TWO_POOLS, "StatefulSet", "manylora-worker-small")["spec"]
+    assert "--pool=small" in container(small["template"]["spec"])["args"]
+    scaled = {d["metadata"]["name"]: d["spec"]["triggers"] for d in documents(TWO_POOLS) if d["kind"] == "ScaledObject"}
+    (trigger,) = scaled["manylora-worker-small"]
+    assert trigger["metadata"]["query"] == 'max(manylora_pool_workers_wanted{pool="small",namespace="llm"})'
 
 
 def test_rules_are_the_generated_ones() -> None:
