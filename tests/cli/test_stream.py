@@ -189,3 +189,15 @@ async def test_a_call_with_a_key_is_never_sent_twice_at_once() -> None:
     async with Client("one:1,two:2", key="", hedge=HedgePolicy(after_s=0.01), transport=routers) as client:
         assert (await client.complete("hi", idempotency_key="k")).text == "slow"
     assert "x-hedge" not in routers.asked[0][2]
+
+
+async def test_the_router_that_has_the_key_is_found() -> None:
+    elsewhere = failure("answered_elsewhere", Code.ABORTED, 0.01)
+    routers = Routers([elsewhere], [elsewhere], [elsewhere], [elsewhere], [frame(0, "ok", started="a", ended=True)])
+    async with Client("one:1,two:2,three:3", key="", retry=QUICK, transport=routers) as client:
+        assert (await client.complete("hi", idempotency_key="k")).text == "ok"
+    assert [address for address, _, _ in routers.asked] == ["one:1", "two:2", "three:3", "one:1", "two:2"]
+    routers = Routers(*([elsewhere] for _ in range(99)))
+    async with Client("one:1,two:2", key="", retry=QUICK, transport=routers) as client:
+        with pytest.raises(RequestFailed, match="ABORTED"):
+            await client.complete("hi", idempotency_key="k")

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.e2e
 
 GENERATE = methods_of(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"])["Generate"]
 STREAMS = 32
+ADAPTERS = ("upper", "", "upper:0.5+reverse:0.5", "")
 TOKENS = 240
 END_S = 120.0
 
@@ -42,7 +43,7 @@ class Answer:
 
 
 def requests() -> list[tuple[inference_pb2.GenerateRequest, str]]:
-    """With their adapter: greedy with log-probabilities, sampled with penalties, two choices, constrained."""
+    """With their adapters: greedy with log-probabilities, sampled with penalties, two choices, constrained."""
     made = []
     for number in range(STREAMS):
         request = inference_pb2.GenerateRequest(text=f"do:{number}=", max_tokens=TOKENS, ignore_eos=True)
@@ -58,7 +59,7 @@ def requests() -> list[tuple[inference_pb2.GenerateRequest, str]]:
             case _:
                 sampling.seed = number
                 request.constraint.regex = "[a-z]{300}"
-        made.append((request, "upper" if number % 8 < 4 else ""))
+        made.append((request, ADAPTERS[number // 4 % len(ADAPTERS)]))
     return made
 
 

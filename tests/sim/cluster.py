@@ -180,6 +180,11 @@ def _is_held_over(app: SchedulerApp) -> bool:
     return app._election._is_held_over
 
 
+def address_of(router: str) -> str:
+    """Where routers have ports of their own."""
+    return f"127.0.0.1:{7070 + int(router.removeprefix('router'))}"
+
+
 App = RouterApp | SchedulerApp | WorkerApp
 Boot = Callable[["Process"], Coroutine[Any, Any, App]]
 
@@ -238,6 +243,8 @@ class Cluster:
         """Those with quotas."""
         self.key = ""
         """A gateway's."""
+        self.have_routers_ports = False
+        """Their addresses outlive their incarnations; else each incarnation has its own."""
         self.lease_taken_at = float("-inf")
         self.leases_taken = 0
         self._moments_of_two = 0
@@ -338,6 +345,7 @@ class Cluster:
             counts = app.debug_counters()
             held = {name: counts[name] for name in ("live_requests", "granted", "waiting", "streams")}
             assert not any(held.values()), f"it left with {held}"
+            assert all(answer.has_ended for answer in app.kept.all()), "it left with answers that it keeps"
         else:
             assert app.term is None, "it left as the leader"
 
@@ -430,7 +438,12 @@ class Cluster:
         assert process.transport is not None
         assert process.store is not None
         app = RouterApp(
-            RouterConfig(adapter_store="memory", router_id=process.name, lease_ttl_s=LEASE_TTL_S),
+            RouterConfig(
+                adapter_store="memory",
+                router_id=process.name,
+                lease_ttl_s=LEASE_TTL_S,
+                listen=address_of(process.name) if self.have_routers_ports else "127.0.0.1:0",
+            ),
             transport=process.transport,
             store=process.store,
             text=FakeText(),

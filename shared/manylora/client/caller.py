@@ -56,12 +56,12 @@ class Caller:
         *,
         timeout_s: float | None,
         metadata: Mapping[str, str] | None = None,
-        elsewhere: bool = False,
+        hops: int = 0,
     ) -> Stream:
-        """`elsewhere`: at the next router, where there are several."""
+        """`hops`: to the router so many behind the present one, where there are several."""
         channel = self.channel
-        if elsewhere and isinstance(channel, RoutersChannel):
-            channel = channel.next
+        if hops and isinstance(channel, RoutersChannel):
+            channel = channel.behind(hops)
         if request is not None:
             check_size(request)
         return channel.stream(method, request, timeout=timeout_s, metadata={**(metadata or {}), **self._credentials})

@@ -33,10 +33,9 @@ class RoutersChannel:
     def __len__(self) -> int:
         return len(self._channels)
 
-    @property
-    def next(self) -> Channel:
-        """Of the router that calls would go to behind this one."""
-        return self._channels[(self._current + 1) % len(self._channels)]
+    def behind(self, hops: int) -> Channel:
+        """Of the router so many behind the one that calls go to."""
+        return self._channels[(self._current + hops) % len(self._channels)]
 
     async def call(
         self,

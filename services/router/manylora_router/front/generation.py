@@ -29,10 +29,10 @@ async def generate(
                 yield frame
         return
     tenant, request = intake.seen(request)
-    first = request.resume.next_frame if request.resume is not None else 0
-    begun = intake.begun(request, tenant)
+    begun, resume = intake.begun(request, tenant), request.resume
     answer = kept.find(tenant, request, begun.request_id if begun is not None else request.request_id)
-    if answer is None and request.resume is not None and not request.resume.emitted:
+    is_here = begun is not None and answer is not None and answer.request_id == begun.request_id
+    if resume is not None and not resume.emitted and not is_here:
         raise NotFound(f"{resume_tokens.FIELD}: this router does not have the answer any more")
     if answer is None and not (request.idempotency_key or request.keep_s):
         async with aclosing(_run(request, intake, calls)) as frames:
@@ -41,7 +41,11 @@ async def generate(
         return
     if answer is None:
         answer = await kept.begin(tenant, request, lambda asked: _run(asked, intake, calls))
-    async with aclosing(answer.read(first)) as frames:
+    if resume is None or is_here:
+        reading = answer.read(resume.next_frame if resume is not None else 0)
+    else:
+        reading = answer.read_behind(resume.emitted)
+    async with aclosing(reading) as frames:
         async for frame in frames:
             await intake.take_turn(tenant, request.qos_class)
             yield frame

@@ -265,13 +265,14 @@ class Intake:
 
     def _taken_over(self, job: Job, request: RequestInput, begun: Begun, policy: TenantPolicy, model: Model) -> Job:
         """Raises InvalidRequest, or QuotaExceeded."""
-        delivered = resume_tokens.check(request, begun, job.prompt_token_ids, model.limits.vocab_size)
+        assert request.resume is not None
+        resume_tokens.check(request, begun, job.prompt_token_ids, model.limits.vocab_size)
         if not self._can_go_on(policy):
             raise QuotaExceeded("quotas.resumes_per_s: no more answers are gone on with for now", retry_after_s=1.0)
         degraded = None
         if begun.asked_max_tokens != begun.max_tokens:
             degraded = Degraded(begun.max_tokens, begun.asked_max_tokens, begun.overload_level)
-        return replace(job, delivered=delivered, degraded=degraded)
+        return replace(job, delivered=request.resume.emitted, degraded=degraded)
 
     def _place(self, tenant: str, request: RequestInput, request_id: str) -> tuple[TenantPolicy, Adapter | None, str]:
         """The caller's policy, its adapter (None: the base model), and the pool."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ from manylora_shared.errors import (
 
 from manylora_router.guard.admission import RequestInput
 from manylora_router.links.answer_owners import AnswerOwners
-from manylora_router.request.frames import Frame
+from manylora_router.request.frames import Delta, Frame
 
 _LOG = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class KeptAnswer:
         self.key = slot_of(request)
         self.fingerprint = request.fingerprint
         self.keep_s = request.keep_s or KEY_KEEP_S
-        self.first = request.resume.next_frame if request.resume is not None else 0  # that is kept
+        self.first = 0  # that is kept
         self.frames: list[Frame] = []
         self.size_bytes = 0
         self.is_over = False  # past the bound
@@ -93,12 +93,31 @@ class KeptAnswer:
             raise self.error
 
     def add(self, frame: Frame) -> int:
-        """Returns how many bytes that takes."""
-        size = _size_of(frame)
-        self.frames.append(frame)
+        """Returns how many bytes that takes. An answer that another router began has all from its first token on."""
+        started = frame.started
+        if started is not None and started.head:
+            parts = [Frame(started=replace(started, head=())), *(Frame(delta=delta) for delta in started.head)]
+            rest = replace(frame, started=None)
+            parts += [rest] if rest.delta is not None or rest.finished is not None else []
+        else:
+            parts = [frame]
+        for part in parts:
+            part.number = self.first + len(self.frames)
+            self.frames.append(part)
+        size = sum(map(_size_of, parts))
         self.size_bytes += size
         self._tell()
         return size
+
+    async def read_behind(self, emitted: Sequence[tuple[Sequence[int], int]]) -> AsyncGenerator[Frame]:
+        """What a caller lacks that has so much of each choice. Frames keep their numbers. Raises as `read`."""
+        had = {choice: [len(token_ids), characters] for choice, (token_ids, characters) in enumerate(emitted)}
+        async with aclosing(self.read(0)) as frames:
+            async for frame in frames:
+                if frame.delta is not None and frame.delta.choice in had:
+                    frame = replace(frame, delta=_behind(frame.delta, had[frame.delta.choice]))
+                if frame.started is not None or frame.delta is not None or frame.finished is not None:
+                    yield frame
 
     def end(self, error: ManyloraError | None) -> None:
         self.has_ended, self.error = True, error
@@ -140,13 +159,16 @@ class KeptAnswers:
         return len(self._by_id)
 
     def find(self, tenant: str, request: RequestInput, request_id: str) -> KeptAnswer | None:
-        """By its id, or by its key. Raises KeyReused."""
+        """By its id, or by its key. Raises KeyReused where another request had that."""
         answer = self._by_id.get((tenant, request_id))
         if answer is None and request.idempotency_key:
             answer = self._by_key.get((tenant, slot_of(request)))
         if answer is not None and request.fingerprint and answer.fingerprint != request.fingerprint:
             raise KeyReused.of("idempotency-key", "another request had this key")
         return answer
+
+    def all(self) -> list[KeptAnswer]:
+        return list(self._by_id.values())
 
     def has(self, tenant: str, request_id: str) -> bool:
         return (tenant, request_id) in self._by_id
@@ -289,6 +311,21 @@ class KeptAnswers:
             task = asyncio.create_task(releasing, name="release key")
             self._releasing.add(task)
             task.add_done_callback(self._releasing.discard)
+
+
+def _behind(delta: Delta, had: list[int]) -> Delta | None:
+    """`had`: tokens, and characters of them that are still to come."""
+    tokens = min(len(delta.token_ids), max(0, had[0] - delta.first_position))
+    characters = min(len(delta.text), had[1])
+    had[1] -= characters
+    rest = replace(
+        delta,
+        first_position=delta.first_position + tokens,
+        token_ids=delta.token_ids[tokens:],
+        text=delta.text[characters:],
+        logprobs=delta.logprobs[tokens:],
+    )
+    return rest if rest.token_ids or rest.text else None
 
 
 def slot_of(request: RequestInput) -> str:

@@ -95,16 +95,10 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
 @dataclass(frozen=True)
-class Delivered:
-    """What a caller has of an answer that another router began."""
-
-    next_frame: int
-    choices: Sequence[tuple[Sequence[int], int]]  # tokens, and characters of text
-
-
-@dataclass(frozen=True)
 class Resume:
-    """What a caller that lost its answer shows; `emitted` is empty where only who has the answer is to tell it."""
+    """What a caller that lost its answer shows, and has of each choice: tokens, and characters of text. It has nothing
+    where only who has the answer is to tell it.
+    """
 
     token: str
     next_frame: int

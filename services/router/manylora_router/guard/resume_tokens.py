@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from manylora_shared.errors import InvalidRequest
 from manylora_shared.ids import DEFAULT_POOL, TenantId
 
-from manylora_router.guard.admission import Delivered, RequestInput
+from manylora_router.guard.admission import RequestInput
 
 VALID_S = 86_400.0
 FIELD, EMITTED = "resume.token", "resume.emitted"
@@ -76,8 +76,8 @@ def go_on(request: RequestInput, begun: Begun) -> RequestInput:
     return replace(request, adapter=begun.adapter, model=begun.pool, max_tokens=begun.max_tokens, sampling=sampling)
 
 
-def check(request: RequestInput, begun: Begun, prompt_token_ids: Sequence[int], vocab_size: int) -> Delivered:
-    """What the caller has. Raises InvalidRequest where that, or the request, is not the one that was begun."""
+def check(request: RequestInput, begun: Begun, prompt_token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises InvalidRequest where the request, or what its caller has, is not of what was begun."""
     assert request.resume is not None
     resume = request.resume
     if digest_of(prompt_token_ids) != begun.prompt or (request.n or 1) != begun.n:
@@ -91,7 +91,6 @@ def check(request: RequestInput, begun: Begun, prompt_token_ids: Sequence[int], 
             raise InvalidRequest.of(f"{EMITTED}[{index}]", f"has a token beyond the vocabulary of {vocab_size}")
     if request.sampling.prompt_logprobs is not None:
         raise InvalidRequest.of("sampling.prompt_logprobs", "are told by the router that began the answer alone")
-    return Delivered(resume.next_frame, resume.emitted)
 
 
 def digest_of(token_ids: Sequence[int]) -> str:

@@ -63,8 +63,11 @@ class Choices:
             return []
         return [tuple(choice.token_ids) if choice.end is None else None for choice in self._choices]
 
-    def go_on(self, delivered: Sequence[tuple[Sequence[int], int]], max_tokens: int) -> None:
-        """Begins behind what the caller has of each choice: tokens, and characters. Raises InvalidRequest."""
+    def go_on(self, delivered: Sequence[tuple[Sequence[int], int]], max_tokens: int) -> list[Delta]:
+        """Begins behind what the caller has of each choice: tokens, and characters. Returns that. Raises
+        InvalidRequest.
+        """
+        head: list[Delta] = []
         for index, (choice, (token_ids, characters)) in enumerate(zip(self._choices, delivered, strict=True)):
             pushed = choice.text.push(token_ids)
             if pushed.num_tokens < len(token_ids):
@@ -79,6 +82,9 @@ class Choices:
             if stop_string is not None:
                 choice.end = ChoiceEnd(index, common_pb2.FINISH_REASON_STOP, stop_string=stop_string)
             choice.late, choice.known = text[characters:], max(0, characters - len(text))
+            if token_ids:
+                head.append(Delta(index, 0, token_ids, text[:characters]))
+        return head
 
     def late(self) -> list[Frame]:
         """What the caller lacks of choices that had ended before."""

@@ -32,14 +32,13 @@ from manylora_shared.errors import (
 from manylora_shared.telemetry import Attribute, SpanName, Telemetry
 from manylora_shared.telemetry.logs import fields
 
-from manylora_router.guard.admission import Delivered
 from manylora_router.guard.permits import Fault
 from manylora_router.links.channels import WorkerChannels
 from manylora_router.links.scheduler_client import SchedulerClient
 from manylora_router.links.wire import Grant
 from manylora_router.request.choices import Choices
 from manylora_router.request.deadline import Deadline, deadline_exceeded
-from manylora_router.request.frames import Finished, Frame, Started
+from manylora_router.request.frames import Delta, Finished, Frame, Started
 from manylora_router.request.job import Job
 from manylora_router.request.losses import Losses
 from manylora_router.request.reckoning import Reckonings
@@ -98,6 +97,7 @@ class Execution:
         self._num_scored_again = 0  # that the worker will tell once more
         self._has_started = False
         self._losses = Losses()
+        self._head: Sequence[Delta] = ()
         self._untold: list[Frame] = []  # each thing in a frame of its own, without a number
         self._lease = TokenLease(job, self._choices, scheduler)
         self._grant: Grant | None = None
@@ -231,10 +231,9 @@ class Execution:
         self.outcome = common_pb2.OUTCOME_CANCELLED
         self._end(Cancelled(""))
 
-    def _take_over(self, delivered: Delivered) -> None:
+    def _take_over(self, delivered: Sequence[tuple[Sequence[int], int]]) -> None:
         """Raises InvalidRequest."""
-        self._choices.go_on(delivered.choices, self.job.max_tokens)
-        self._next_frame = delivered.next_frame
+        self._head = self._choices.go_on(delivered, self.job.max_tokens)
         self._lease.taken_over()
         self.job = self.job.resumed(self._choices.emitted())
         now = asyncio.get_running_loop().time()
@@ -406,6 +405,7 @@ class Execution:
             seed=job.sampling.seed,
             prompt_token_ids=job.prompt_token_ids,
             degraded=job.degraded,
+            head=self._head,
             levels=self._scheduler.lease(job.request_id).levels if self._is_queued else (),
         )
 

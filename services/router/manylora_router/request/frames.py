@@ -16,6 +16,15 @@ class Degraded:
     overload_level: int
 
 
+@dataclass(slots=True)
+class Delta:
+    choice: int
+    first_position: int
+    token_ids: Sequence[int]
+    text: str
+    logprobs: Sequence[common_pb2.PositionLogprobs] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Started:
     request_id: str
@@ -26,15 +35,7 @@ class Started:
     degraded: Degraded | None
     levels: Sequence[QuotaLevel] = ()  # of the tenant's quotas, behind this request
     resume_token: str = ""
-
-
-@dataclass(slots=True)
-class Delta:
-    choice: int
-    first_position: int
-    token_ids: Sequence[int]
-    text: str
-    logprobs: Sequence[common_pb2.PositionLogprobs] = ()
+    head: Sequence[Delta] = ()  # what the caller has already, of another router
 
 
 @dataclass(frozen=True, slots=True)

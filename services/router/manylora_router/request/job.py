@@ -13,7 +13,7 @@ from manylora_shared.telemetry import request_attributes
 from manylora_shared.telemetry.names import AttributeValue
 from manylora_shared.wire import QOS_NUMBERS
 
-from manylora_router.guard.admission import Adapter, Delivered
+from manylora_router.guard.admission import Adapter
 from manylora_router.links.wire import Grant
 from manylora_router.request.frames import Degraded
 from manylora_router.text.stop_strings import StopStrings
@@ -44,7 +44,7 @@ class Job:
     is_resumed: bool = False
     emitted: Sequence[Sequence[int] | None] = ()  # of a resumed one, by choice; None: the choice has ended
     is_resumable: bool = False  # its caller can go on with it at another router
-    delivered: Delivered | None = None  # it does so here
+    delivered: Sequence[tuple[Sequence[int], int]] | None = None  # it does so here, and has this of each choice
     is_hedge: bool = False  # of two that its caller asks at once: cancelled before its first frame it costs nothing
 
     @property

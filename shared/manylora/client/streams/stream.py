@@ -20,6 +20,7 @@ from manylora.client.streams.hedging import Hedging
 from manylora.client.streams.progress import Progress, is_lost
 from manylora.v1 import inference_pb2
 
+ELSEWHERE = "answered_elsewhere"
 GENERATE = methods_of(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"])["Generate"]
 
 
@@ -48,6 +49,7 @@ class GenerateStream:
         self._progress = Progress(request)
         self._lost_at: float | None = None
         self._num_lost = 0  # attempts in a row
+        self._hops = 0  # to the router that has its idempotency key
         self._collector = Collector()
         self._told: collections.deque[Event] = collections.deque()  # what was not given out yet
         self._ended = False
@@ -125,32 +127,46 @@ class GenerateStream:
         self._stream = self._send(self._progress.request())
         return await self._stream.read()
 
-    def _send(self, request: inference_pb2.GenerateRequest, *, elsewhere: bool = False) -> Stream:
-        return self._caller.stream(
-            GENERATE, request, timeout_s=left_s_of(self._deadline), metadata=self._metadata, elsewhere=elsewhere
-        )
+    def _send(self, request: inference_pb2.GenerateRequest, hops: int = 0) -> Stream:
+        left_s = left_s_of(self._deadline)
+        return self._caller.stream(GENERATE, request, timeout_s=left_s, metadata=self._metadata, hops=hops)
 
     async def _first(self) -> Any:
         self._caller.check_open()
         self._caller.budget.on_call()
         attempt, search = 1, self._caller.search(self._deadline, hops=self._caller.num_servers - 1)
         while True:
-            self._stream = self._send(self._request)
+            self._stream = self._send(self._request, self._hops)
             try:
                 if self._hedging is None or attempt > 1:
                     return await self._stream.read()
                 self._stream, message = await self._hedging.first(
-                    self._stream, lambda: self._send(self._request, elsewhere=True)
+                    self._stream, lambda: self._send(self._request, hops=1)
                 )
                 return message
             except RpcError as error:
                 if self._ended:
                     raise
-                if await search.goes_on(error):
+                if await search.goes_on(error) or await self._follow(error):
                     continue
                 if not await self._caller.wait_to_repeat(error, attempt, self._deadline):
                     raise
             attempt += 1
+
+    async def _follow(self, error: RpcError) -> bool:
+        """To the router that has the idempotency key; false (at once) where that is not what is wrong."""
+        retry, servers = self._caller.retry, self._caller.num_servers
+        if error.label != ELSEWHERE or retry is None or servers == 1:
+            return False
+        self._hops += 1
+        now = time.monotonic()
+        self._lost_at = now if self._lost_at is None else self._lost_at
+        delay_s = 0.0 if self._hops % servers else error.retry_after_s or 1.0  # it ends, or its router's lease does
+        until = self._lost_at + retry.resume_s
+        if now + delay_s >= (until if self._deadline is None else min(until, self._deadline)):
+            return False
+        await asyncio.sleep(delay_s)
+        return not self._ended
 
     async def _wait_to_go_on(self, error: RpcError) -> bool:
         """False (at once) where the answer is not gone on with."""
