@@ -27,6 +27,8 @@ from manylora_worker.kinds.api import (
     Sampling,
     SequenceChunk,
     StepBatch,
+    draws_of,
+    joined,
 )
 from manylora_worker.weights.adapter_check import AdapterReport, ChangedModule, Coverage
 
@@ -188,7 +190,11 @@ class FakeRunner:
             self._tables.popitem(last=False)
 
     def _answer(self, chunk: SequenceChunk) -> Sampled:
-        sampled = self._sample(chunk) if chunk.samples else Sampled(chunk.sequence_id, 0)
+        sampled = Sampled(chunk.sequence_id, 0)
+        if chunk.samples:
+            end = chunk.start_position + len(chunk.token_ids) - chunk.num_guesses
+            draws = [self._sample(draw, end + i) for i, draw in enumerate(draws_of(chunk))]
+            (sampled,) = joined([chunk], draws)
         if chunk.scored:
             sampled.scored = [self._score(chunk, position) for position in chunk.scored]
         return sampled
@@ -203,11 +209,11 @@ class FakeRunner:
         uid, top = chunk.adapter_uid, chunk.sampling.prompt_logprobs
         return _prompt_logprobs(context[: (position + 1) * _CELL.size], token_id, uid, top)
 
-    def _sample(self, chunk: SequenceChunk) -> Sampled:
-        end = chunk.start_position + len(chunk.token_ids)
-        if end != len(chunk.prompt_token_ids) + len(chunk.output_token_ids):
+    def _sample(self, chunk: SequenceChunk, end: int) -> Sampled:
+        num_behind = end - len(chunk.prompt_token_ids) - len(chunk.output_token_ids)
+        if not 0 <= num_behind <= chunk.num_guesses:
             self._fail("samples before the last token is computed")
-        if chunk.output_index != len(chunk.output_token_ids):
+        if chunk.output_index != len(chunk.output_token_ids) + num_behind:
             self._fail("the output index is not the output's length")
         blocks = self._blocks
         num_blocks = -(-end // self.block_size)

@@ -321,3 +321,12 @@ def test_pools_that_are_none_are_refused(text: str, problem: str) -> None:
     with pytest.raises(InvalidRequest) as error:
         parse_policy(f"tenant_id: a\n{text}")
     assert [f"{v.field}: {v.description}" for v in error.value.violations] == [problem]
+
+
+def test_a_class_speculates_where_its_policy_says_so() -> None:
+    policy = parse_policy("tenant_id: a\nclasses: {batch: {weight: 1, speculation: prompt_lookup}}\n")
+    assert [c for c in QosClass if policy.classes[c].speculates] == [QosClass.BATCH]
+    assert parse_policy(policy.to_yaml()) == policy
+    assert "speculation" not in parse_policy("tenant_id: a\nclasses: {batch: {weight: 1, speculation: off}}").to_yaml()
+    with pytest.raises(InvalidRequest, match="classes.batch.speculation: line 2: must be prompt_lookup or off"):
+        parse_policy("tenant_id: a\nclasses: {batch: {weight: 1, speculation: draft}}\n")

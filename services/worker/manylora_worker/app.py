@@ -14,7 +14,6 @@ from manylora_shared.coordination.peers import PeerSecret, guarded
 from manylora_shared.coordination.pool import PROTOCOL
 from manylora_shared.coordination.records import WorkerRecord
 from manylora_shared.coordination.session import first_of
-from manylora_shared.encryption.keyring import Keyring
 from manylora_shared.ids import AdapterUid
 from manylora_shared.process.clock import SystemClock
 from manylora_shared.telemetry import Telemetry
@@ -49,7 +48,6 @@ class WorkerApp:
         validate: AdapterValidator,
         constraints: ConstraintCompiler | None = None,
         is_near: Callable[[AdapterUid], bool] = lambda uid: True,
-        keyring: Keyring | None = None,
         telemetry: Telemetry,
         rng: random.Random,
         peer_secret: PeerSecret,
@@ -74,7 +72,6 @@ class WorkerApp:
         )
         self._has_readers = telemetry.has_metrics
         self._constraints = constraints
-        self._keyring = keyring
         self._leaving = asyncio.Event()
         self._servicer = WorkerServicer(
             runtime,
@@ -114,8 +111,6 @@ class WorkerApp:
 
     async def start(self) -> None:
         """Returns when the worker serves and is registered."""
-        if self._keyring is not None:
-            await self._keyring.start(self._store)
         self._runtime.start()
         self._watching = asyncio.create_task(self._watch_engine(), name="engine watch")
         if self._has_readers:
@@ -131,8 +126,7 @@ class WorkerApp:
 
     async def failed(self) -> str:
         """Waits until the engine has failed. Returns why. Raises where a mirror has ended."""
-        mirrors = [self._tenants.failed(), *([self._keyring.failed()] if self._keyring is not None else [])]
-        await first_of(self._engine_has_failed.wait(), *mirrors)
+        await first_of(self._engine_has_failed.wait(), self._tenants.failed())
         assert self._runtime.view.failure is not None
         return self._runtime.view.failure
 
@@ -152,8 +146,6 @@ class WorkerApp:
         if self._telling is not None:
             self._telling.cancel()
         await self._runtime.stop()
-        if self._keyring is not None:
-            await self._keyring.close()
         if self._constraints is not None:
             self._constraints.close()
         if self._registration is not None:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from manylora_shared.encryption.settings import SealingSettings
 from manylora_shared.ids import DEFAULT_POOL, name_problem
 from manylora_shared.process.config import ConfigError, setting
 from manylora_shared.process.cores import num_cores
+from manylora_shared.process.settings import ServiceSettings
 
 PARKED_SEQUENCES = 64
 AUTO_DEVICE = "auto"  # until the engine is built, which settles it
@@ -21,7 +21,7 @@ _MAX_FRAMES = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig(SealingSettings):
+class WorkerConfig(ServiceSettings):
     """A manylora worker: one base model on one device, many adapters."""
 
     worker_id: str = setting("", "this worker's name; empty: one is drawn")

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerCounters(_message.Message):
-    __slots__ = ("generated_tokens", "adapters_found_device", "adapters_found_host", "adapters_found_disk", "adapters_found_store", "cold_starts_host", "cold_starts_disk", "cold_starts_store", "cold_host_s", "cold_disk_s", "cold_store_s")
+    __slots__ = ("generated_tokens", "adapters_found_device", "adapters_found_host", "adapters_found_disk", "adapters_found_store", "cold_starts_host", "cold_starts_disk", "cold_starts_store", "cold_host_s", "cold_disk_s", "cold_store_s", "guessed_tokens", "right_guesses")
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FOUND_DEVICE_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FOUND_HOST_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,8 @@ class WorkerCounters(_message.Message):
     COLD_HOST_S_FIELD_NUMBER: _ClassVar[int]
     COLD_DISK_S_FIELD_NUMBER: _ClassVar[int]
     COLD_STORE_S_FIELD_NUMBER: _ClassVar[int]
+    GUESSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RIGHT_GUESSES_FIELD_NUMBER: _ClassVar[int]
     generated_tokens: int
     adapters_found_device: int
     adapters_found_host: int
@@ -30,7 +32,9 @@ class WorkerCounters(_message.Message):
     cold_host_s: float
     cold_disk_s: float
     cold_store_s: float
-    def __init__(self, generated_tokens: _Optional[int] = ..., adapters_found_device: _Optional[int] = ..., adapters_found_host: _Optional[int] = ..., adapters_found_disk: _Optional[int] = ..., adapters_found_store: _Optional[int] = ..., cold_starts_host: _Optional[int] = ..., cold_starts_disk: _Optional[int] = ..., cold_starts_store: _Optional[int] = ..., cold_host_s: _Optional[float] = ..., cold_disk_s: _Optional[float] = ..., cold_store_s: _Optional[float] = ...) -> None: ...
+    guessed_tokens: int
+    right_guesses: int
+    def __init__(self, generated_tokens: _Optional[int] = ..., adapters_found_device: _Optional[int] = ..., adapters_found_host: _Optional[int] = ..., adapters_found_disk: _Optional[int] = ..., adapters_found_store: _Optional[int] = ..., cold_starts_host: _Optional[int] = ..., cold_starts_disk: _Optional[int] = ..., cold_starts_store: _Optional[int] = ..., cold_host_s: _Optional[float] = ..., cold_disk_s: _Optional[float] = ..., cold_store_s: _Optional[float] = ..., guessed_tokens: _Optional[int] = ..., right_guesses: _Optional[int] = ...) -> None: ...
 
 class TenantSetbacks(_message.Message):
     __slots__ = ("tenant_id", "preemptions", "swaps_out", "evictions", "recomputed_tokens")

@@ -10,7 +10,6 @@
 # /manylora/keys/<key_id>                    KeyRecord: an API key's hash, never the key
 # /manylora/answers/<tenant_id>/<digest>     AnswerRecord: of an idempotency key, bound to its router's lease
 # /manylora/schedulers/<scheduler_id>        SchedulerMember, leading or not, bound to its own lease
-# /manylora/data_keys/<owner>                DataKeyRecord: wrapped; a tenant's goes with its policy
 
 from __future__ import annotations
 
@@ -24,7 +23,6 @@ ADAPTERS = ROOT + "adapters/"
 API_KEYS = ROOT + "keys/"
 ANSWERS = ROOT + "answers/"
 SCHEDULERS = ROOT + "schedulers/"
-DATA_KEYS = ROOT + "data_keys/"
 
 
 def worker(worker_id: str) -> str:
@@ -61,7 +59,3 @@ def answer(tenant_id: str, digest: str) -> str:
 
 def scheduler(scheduler_id: str) -> str:
     return SCHEDULERS + scheduler_id
-
-
-def data_key(owner: str) -> str:
-    return DATA_KEYS + owner

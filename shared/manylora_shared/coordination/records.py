@@ -293,15 +293,3 @@ class KeyRecord(_JsonRecord):
     @property
     def key(self) -> str:
         return keys.api_key(self.key_id)
-
-
-@dataclass(frozen=True)
-class DataKeyRecord(_JsonRecord):
-    owner: str  # a tenant, or behind an @ what is no tenant's
-    key_id: str  # as sealed files name it; hex
-    wrapped_by: str  # the key-encryption key
-    wrapped: str  # base64
-
-    @property
-    def key(self) -> str:
-        return keys.data_key(self.owner)

@@ -334,6 +334,12 @@ class Metrics:
     STEPS = Metric("engine_steps", "counter", "worker", "Forward passes", otlp="manylora.engine_steps")
     PREEMPTIONS = _from_otlp("manylora.preemptions", "counter", "worker", "Of all tenants", name="manylora_preemptions")
     KV_EVICTIONS = _from_otlp("manylora.kv.evictions", "counter", "worker", "Of all tenants")
+    GUESSED_TOKENS = _from_otlp(
+        "manylora.speculation.guessed_tokens", "counter", "worker", "Tokens guessed by prompt lookup"
+    )
+    RIGHT_GUESSES = _from_otlp(
+        "manylora.speculation.right_guesses", "counter", "worker", "Of these, those that were drawn"
+    )
     KV_SWAPS = _from_otlp("manylora.kv.swaps", "counter", "worker", "Sequences swapped", (Attribute.DIRECTION,))
     KV_SWAPPED_BYTES = _from_otlp(
         "manylora.kv.swapped_bytes", "counter", "worker", "KV copied", (Attribute.DIRECTION,), "By"

@@ -85,11 +85,15 @@ class Slo:
     availability: float | None = None
 
 
+_PROMPT_LOOKUP = "prompt_lookup"
+
+
 @dataclass(frozen=True)
 class ClassPolicy:
     weight: int  # 1..1000, relative to all other flows
     token_bucket: TokenRate | None = None
     slo: Slo | None = None
+    speculates: bool = False  # workers guess tokens by prompt lookup
 
 
 @dataclass(frozen=True)
@@ -159,6 +163,8 @@ class TenantPolicy:
                 lines += ["    token_bucket:", *_given(policy.token_bucket, "      ")]
             if policy.slo is not None:
                 lines += ["    slo:", *_given(policy.slo, "      ")]
+            if policy.speculates:
+                lines.append(f"    speculation: {_PROMPT_LOOKUP}")
         quotas = _given(self.quotas, "  ") + _given(self.limits, "  ")
         if quotas:
             lines += ["quotas:", *quotas]
@@ -340,18 +346,27 @@ class _Reader:
             weights: list[int | None] = []
             buckets: list[TokenRate | None] = []
             slos: list[Slo | None] = []
+            speculates: list[bool | None] = []
             readers: dict[str, _Read] = {
                 "weight": lambda at, value: weights.append(self._integer(at, value, 1, MAX_WEIGHT)),
                 "token_bucket": lambda at, value: buckets.append(self._token_bucket(at, value)),
                 "slo": lambda at, value: slos.append(self._slo(at, value)),
+                "speculation": lambda at, value: speculates.append(self._speculation(at, value)),
             }
             found = self._mapping(path, node, readers)
             if found is not None and "weight" not in found:
                 self._add(f"{path}.weight", node, "is missing")
             if weights and weights[0] is not None:
-                classes[qos_class] = ClassPolicy(weights[0], _only(buckets), _only(slos))
+                is_on = bool(_only(speculates))
+                classes[qos_class] = ClassPolicy(weights[0], _only(buckets), _only(slos), is_on)
 
         return read_class
+
+    def _speculation(self, path: str, node: yaml.Node) -> bool | None:
+        if isinstance(node, yaml.ScalarNode) and node.value in (_PROMPT_LOOKUP, "off"):
+            return bool(node.value == _PROMPT_LOOKUP)
+        self._add(path, node, f"must be {_PROMPT_LOOKUP} or off")
+        return None
 
     def _token_bucket(self, path: str, node: yaml.Node) -> TokenRate | None:
         values: dict[str, tuple[int, yaml.Node]] = {}

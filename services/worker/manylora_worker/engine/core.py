@@ -23,8 +23,9 @@ from manylora_worker.engine.counters import EngineStats, FlowTokens, Setbacks, W
 from manylora_worker.engine.endings import Endings
 from manylora_worker.engine.flights import Flight, Flights, Part, chunk_of, part_of
 from manylora_worker.engine.invariants import check_adapters, check_blocks, check_queues, check_under_way
+from manylora_worker.engine.masks import Masks
 from manylora_worker.engine.outbox import Outbox, RequestEnd
-from manylora_worker.engine.request_bounds import RequestBounds
+from manylora_worker.engine.request_bounds import RequestBounds, can_speculate
 from manylora_worker.engine.request_table import RequestTable
 from manylora_worker.kinds.api import (
     AdapterBackend,
@@ -114,13 +115,13 @@ class EngineCore:
             self._arena = Arena(runner, self._pool, self._adapters, ArenaPolicy(arena))
         self._requests = RequestTable()
         self._flights = Flights(runner)
-        self._masking: dict[Sequence, None] = {}  # whose masks are being made
         self._fresh: list[GroupTimes] = []  # of requests whose first step this is
         self._begun: tuple[SequenceOf[Part], BlockWork, float] | None = None  # between `begin_step` and `submit`
         self._outbox = Outbox()
         self._endings = Endings(
             self._requests, self._planner, self._prefixes, self._adapters, self._outbox, self._request_closed
         )
+        self._masks = Masks(self._endings)
         self._counters = WorkCounters()
         # with the version that they are of
         self._tenant_adapters: tuple[int, Mapping[TenantId, TenantAdapters]] | None = None
@@ -169,9 +170,11 @@ class EngineCore:
             raise Overloaded(f"the worker has {len(self._requests)} requests")
         scope = self._shares.cache_scope(request.tenant_id)
         group = self._requests.add(request, scope, self._bounds.max_output_tokens(request), now)
+        flow = (request.tenant_id, request.qos_class)
+        group.speculates = self._shares.speculates(flow) and can_speculate(group)
         for sequence in group.sequences:
             if not sequence.is_finished:
-                self._next_mask(sequence, sequence.output_token_ids)
+                self._masks.take(sequence, sequence.output_token_ids)
         if self._bounds.longest_blocks(request) > self._shares.hard(request.tenant_id):
             self._note_longest(request.tenant_id)
         if request.adapter_uid is None or self._adapters.acquire(
@@ -266,7 +269,7 @@ class EngineCore:
             return None
         self._pump_adapters(now)
         self._pump_copies()
-        self._pump_masks(now)
+        self._masks.pump(now)
         if self._arena is not None:
             self._arena.look(now, kv_is_short=self._planner.was_short)
         plan = self._planner.plan(is_ahead=bool(self._flights))
@@ -339,7 +342,7 @@ class EngineCore:
             return None
         # Who is not paused and has its adapter can be computed, unless blocks are being copied: so loads and copies are
         # all that there is to wait for.
-        is_settled = self._adapters.is_settled and not self._swapper.num_copying and not self._masking
+        is_settled = self._adapters.is_settled and not self._swapper.num_copying and not self._masks.has_work
         return LOOK_AGAIN_S if is_settled else _POLL_S
 
     def request_ids(self) -> list[RequestId]:
@@ -371,6 +374,8 @@ class EngineCore:
             tenant_adapters_version=self._adapters.tenants_version,
             slots_version=self._planner.slots_version + self._requests.loading_version,
             **self._adapters.found._asdict(),
+            guessed_tokens=counters.guessed_tokens,
+            right_guesses=counters.right_guesses,
         )
 
     def adapter_tiers(self) -> Mapping[AdapterUid, AdapterTier]:
@@ -443,36 +448,11 @@ class EngineCore:
                 self._planner.parking.copy_ended(sequence)
         self._endings.let_go()
 
-    def _next_mask(self, sequence: Sequence, token_ids: SequenceOf[int]) -> None:
-        if sequence.matcher is not None:
-            sequence.matcher.take(tuple(token_ids))
-            self._masking[sequence] = None
-
-    def _pump_masks(self, now: float) -> None:
-        """Where one takes long, none is waited for any more: its sequence is not planned, and the others are."""
-        waits = True
-        for sequence in list(self._masking):
-            if sequence.is_finished:
-                del self._masking[sequence]
-                continue
-            matcher = sequence.matcher
-            assert matcher is not None
-            if not matcher.is_done(waits=waits):
-                waits = False
-                continue
-            del self._masking[sequence]
-            sequence.awaits_mask = False
-            if matcher.error:
-                message = f"the constraint cannot be kept: {matcher.error}"
-                self._endings.end_request(sequence.group, FinishReason.ERROR, message, now)
-            elif matcher.is_over:
-                self._endings.end_choice(sequence, FinishReason.STOP, now)
-
     def _measure(self, flight: Flight, now: float) -> None:
         """The device begins a step when the one before is through."""
         num_tokens = num_prefill = 0
         for part in flight.parts:
-            num_tokens += part.scheduled.num_tokens
+            num_tokens += part.scheduled.num_tokens + len(part.scheduled.guesses)
             num_prefill += part.num_new_tokens + part.num_recomputed_tokens
         seconds = now - max(flight.begun_s, self._step_ended_s)
         self._swapper.costs.computed(num_prefill, num_tokens, seconds)
@@ -504,6 +484,7 @@ class EngineCore:
         is_prefill = sequence.status is SequenceStatus.PREFILL
         is_charged = is_prefill and sequence.num_new_tokens(item.num_tokens) > 0
         sequence.advance(item.num_tokens, samples=item.samples)
+        sequence.num_guesses = len(item.guesses)
         if is_prefill:
             reached = min(sequence.num_computed_tokens, len(group.request.prompt_token_ids))
             group.num_prompt_tokens_computed = max(group.num_prompt_tokens_computed, reached)
@@ -527,7 +508,8 @@ class EngineCore:
         if part.num_recomputed_tokens:
             self._counters.set_back(sequence.tenant_id, Setbacks(recomputed_tokens=part.num_recomputed_tokens))
         is_taken = part.scheduled.samples and not sequence.is_finished
-        self._counters.computed(sequence.flow, part.num_new_tokens, int(is_taken))
+        num_drawn = 1 + len(sampled.further) if is_taken and sampled is not None else int(is_taken)
+        self._counters.computed(sequence.flow, part.num_new_tokens, num_drawn)
         # What one choice has scored is told though it has ended since: no other scores it again.
         is_scored = part.num_scored > 0 and group.leader is not None
         if sampled is not None and sampled.error is not None and (is_scored or not sequence.is_finished):
@@ -540,10 +522,11 @@ class EngineCore:
         if sampled is not None and part.scheduled.samples:
             if group.times.first_token_s is None:
                 group.times.first_token_s = now
-            self._take_token(sequence, sampled, now)
+            self._take_tokens(part, sampled, now)
 
     def _leave_step(self, part: Part) -> None:
         sequence = part.scheduled.sequence
+        sequence.num_guesses = 0
         sequence.num_steps_in_flight -= 1
         sequence.num_pending_tokens -= part.scheduled.samples
 
@@ -571,6 +554,20 @@ class EngineCore:
             reason, message = FinishReason.ADAPTER_FAILED, f"with its weights {message}"
         self._endings.end_request(sequence.group, reason, message, now, refund=sequence.num_steps_in_flight > 0)
 
+    def _take_tokens(self, part: Part, sampled: Sampled, now: float) -> None:
+        sequence, num_guesses = part.scheduled.sequence, len(part.scheduled.guesses)
+        self._take_token(sequence, sampled, now)
+        for token_id in sampled.further:
+            if sequence.is_finished:
+                return
+            sequence.num_computed_tokens += 1  # the guess's KV is that of the token before
+            self._take_token(sequence, Sampled(sampled.sequence_id, token_id), now)
+        if num_guesses and not sequence.is_finished:
+            self._counters.guessed(num_guesses, len(sampled.further))
+            if sequence.speculation is not None:
+                sequence.speculation.judged(num_guesses, len(sampled.further))
+            self._prefixes.publish(sequence, part.end, part.end + len(sampled.further))
+
     def _take_token(self, sequence: Sequence, sampled: Sampled, now: float) -> None:
         request = sequence.group.request
         # What a later step draws is of no use then.
@@ -581,9 +578,11 @@ class EngineCore:
             return
         position = len(sequence.output_token_ids)
         sequence.output_token_ids.append(sampled.token_id)
+        if sequence.speculation is not None:
+            sequence.speculation.tell(sampled.token_id)
         is_last = position + 1 >= sequence.max_output_tokens
         self._outbox.token(sequence, sampled, position, is_last=is_last)
         if is_last:
             self._endings.end_told_choice(sequence, FinishReason.LENGTH, now)
         else:
-            self._next_mask(sequence, (sampled.token_id,))
+            self._masks.take(sequence, (sampled.token_id,))

@@ -58,6 +58,8 @@ class EngineStats(NamedTuple):
     cold_host_s: float = 0.0
     cold_disk_s: float = 0.0
     cold_store_s: float = 0.0
+    guessed_tokens: int = 0  # see speculation.py
+    right_guesses: int = 0
 
 
 class WorkCounters:
@@ -65,6 +67,8 @@ class WorkCounters:
         self.steps = 0
         self.failed_steps = 0
         self.generated_tokens = 0
+        self.guessed_tokens = 0
+        self.right_guesses = 0
         self._flows: dict[FlowKey, list[int]] = {}  # [prompt tokens, output tokens], both cumulative
         self._changed_flows: dict[FlowKey, None] = {}
         self.setbacks = Setbacks()  # of all tenants together
@@ -77,6 +81,10 @@ class WorkCounters:
         tokens[1] += output_tokens
         self._changed_flows[flow] = None
         self.generated_tokens += output_tokens
+
+    def guessed(self, num_guesses: int, num_right: int) -> None:
+        self.guessed_tokens += num_guesses
+        self.right_guesses += num_right
 
     def set_back(self, tenant_id: TenantId, more: Setbacks) -> None:
         self._tenants[tenant_id] = self._changed_setbacks[tenant_id] = self._tenants.get(

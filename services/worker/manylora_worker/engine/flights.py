@@ -118,8 +118,11 @@ class Flights:
         if [sampled.sequence_id for sampled in result] != expected:
             return RuntimeError("the model's answer is not that of the batch")
         for sampled in result:
-            if sampled.error is None and not 0 <= sampled.token_id < self._runner.vocab_size:
-                return RuntimeError(f"token {sampled.token_id} is not in the vocabulary")
+            if sampled.error is not None:
+                continue
+            for token_id in (sampled.token_id, *sampled.further):
+                if not 0 <= token_id < self._runner.vocab_size:
+                    return RuntimeError(f"token {token_id} is not in the vocabulary")
         return result
 
 
@@ -151,7 +154,7 @@ def chunk_of(item: Scheduled) -> SequenceChunk:
             bars = kept_bars(mask, bars)
     return SequenceChunk(
         sequence_id=sequence.holding_id,
-        token_ids=sequence.next_tokens(item.num_tokens),
+        token_ids=(*sequence.next_tokens(item.num_tokens), *item.guesses),
         start_position=sequence.num_computed_tokens,
         block_table=sequence.block_table,
         adapter_uid=request.adapter_uid,
@@ -164,4 +167,5 @@ def chunk_of(item: Scheduled) -> SequenceChunk:
         bars=bars,
         scored=sequence.group.scored(sequence.num_computed_tokens, sequence.num_computed_tokens + item.num_tokens),
         mask=mask,
+        num_guesses=len(item.guesses),
     )

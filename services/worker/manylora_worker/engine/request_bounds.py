@@ -5,6 +5,7 @@ from __future__ import annotations
 from manylora_shared.errors import InvalidRequest
 
 from manylora_worker.kinds.api import EngineRequest
+from manylora_worker.kinds.sequence import SequenceGroup
 from manylora_worker.memory.tenant_shares import TenantShares
 
 
@@ -63,3 +64,10 @@ class RequestBounds:
     def _longest_tokens(self, request: EngineRequest) -> int:
         """In KV, where a choice's last token never is."""
         return min(len(request.prompt_token_ids) + request.max_tokens, self._max_context_tokens) - 1
+
+
+def can_speculate(group: SequenceGroup) -> bool:
+    """No draw depends on what was drawn before it, except through the KV."""
+    request, sampling = group.request, group.request.sampling
+    is_plain = not sampling.adjusts_logits and sampling.top_logprobs is None
+    return is_plain and request.constraint is None and group.bars is None

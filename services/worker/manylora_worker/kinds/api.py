@@ -9,8 +9,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from manylora_shared import sampling
@@ -135,6 +135,9 @@ class SequenceChunk:
     scored: range = NO_POSITIONS  # of these positions' logits the log-probability of the prompt's next token is told
     # a bit for each token (constraint.Matcher.mask): those that may be drawn; None: all. No token is pending then
     mask: bytes | None = None
+    # The last so many of `token_ids` are guesses of what is drawn before them: one more is drawn for each of them that
+    # is right (speculation.py). Only where nothing is pending, and no draw looks at what was drawn before.
+    num_guesses: int = 0
 
     @property
     def is_answered(self) -> bool:
@@ -157,6 +160,35 @@ class Sampled:
     # no token could be drawn (the logits were not finite): token_id means nothing, this sequence alone ends with ERROR
     error: str | None = None
     scored: Sequence[Logprobs] = ()  # of the chunk's `scored`. Where it does not sample, token_id means nothing
+    further: Sequence[int] = ()  # drawn behind token_id: as many as guesses were right
+
+
+def draws_of(chunk: SequenceChunk) -> Sequence[SequenceChunk]:
+    """One for each token that is drawn of it, in order."""
+    return [
+        chunk,
+        *(replace(chunk, output_index=chunk.output_index + i + 1) for i in range(chunk.num_guesses)),
+    ]
+
+
+def joined(chunks: Iterable[SequenceChunk], drawn: Iterable[Sampled]) -> list[Sampled]:
+    """chunks: those that sample; drawn: of each all of `draws_of`."""
+    draws = iter(drawn)
+    found = []
+    for chunk in chunks:
+        first = last = next(draws)
+        further: list[int] = []
+        is_right = True
+        for guess in chunk.token_ids[len(chunk.token_ids) - chunk.num_guesses :]:
+            behind = next(draws)
+            is_right = is_right and last.token_id == guess and last.error is None and behind.error is None
+            if is_right:
+                further.append(behind.token_id)
+            last = behind
+        if further:
+            first.further = further
+        found.append(first)
+    return found
 
 
 class RunnerLost(RuntimeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from manylora_shared.ids import TenantId
@@ -11,6 +12,7 @@ from manylora_worker.kinds.api import NO_POSITIONS, PENDING_TOKEN, EngineRequest
 from manylora_worker.kinds.bars import RequestBars
 from manylora_worker.kinds.constraint import Matcher
 from manylora_worker.kinds.flow import CacheScope, FlowKey
+from manylora_worker.kinds.speculation import Speculation
 
 
 # WAITING_ADAPTER --> WAITING <--> PREFILL --> DECODE --> ENDING --> FINISHED
@@ -89,6 +91,7 @@ class Sequence:
         "max_output_tokens",
         "num_charged_tokens",
         "num_computed_tokens",
+        "num_guesses",
         "num_holdings",
         "num_pending_tokens",
         "num_steps_in_flight",
@@ -96,6 +99,7 @@ class Sequence:
         "output_token_ids",
         "parked_at",
         "sequence_id",
+        "speculation",
         "status",
         "swap",
         "tenant_id",
@@ -129,6 +133,8 @@ class Sequence:
         compiled = group.request.constraint
         self.matcher: Matcher | None = None if compiled is None else compiled.matcher()
         self.awaits_mask = compiled is not None  # it cannot draw: its last token is pending, or the next one's mask is
+        self.speculation: Speculation | None = None  # from its first decoding step on, where its group speculates
+        self.num_guesses = 0  # in the step in flight: how many tokens that draws is not known
 
     @property
     def holding_id(self) -> int:
@@ -190,6 +196,16 @@ class Sequence:
         self.num_pending_tokens += samples
         self.awaits_mask |= samples and self.matcher is not None
 
+    def guess(self, most: int) -> SequenceOf[int] | None:
+        """The next tokens, `most` at most. None: its last draw is worth waiting for, to guess from there."""
+        if not self.group.speculates:
+            return ()
+        if self.speculation is None:
+            self.speculation = Speculation((*self.group.request.prompt_token_ids, *self.output_token_ids))
+        if self.num_pending_tokens:
+            return None if self.num_guesses or self.speculation.is_worth_it else ()
+        return self.speculation.guess(min(most, self.max_output_tokens - self.num_output_tokens - 1))
+
     def start_behind(self, num_cached_tokens: int) -> None:
         # the first admission of a request finds its own KV
         self.num_computed_tokens = num_cached_tokens
@@ -231,6 +247,7 @@ class SequenceGroup:
     cached_prompt_tokens: int | None = None  # in the cache when it was first admitted; None: it never was
     num_prompt_tokens_computed: int = 0  # by any choice, or found in the cache: in steps that have begun
     bars: RequestBars | None = field(init=False)
+    speculates: bool = False
 
     def __post_init__(self) -> None:
         self.bars = RequestBars.of(self.request)

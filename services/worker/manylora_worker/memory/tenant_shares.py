@@ -32,6 +32,7 @@ class TenantShare:
     hard_mb: int = 0
     reserve_mb: int = 0  # as the policy gives it, as below, for refusals to name
     cache_group: str | None = None
+    speculating: frozenset[QosClass] = frozenset()
 
     @staticmethod
     def of(policy: TenantPolicy, block_bytes: int) -> TenantShare:
@@ -49,6 +50,7 @@ class TenantShare:
             hard_mb=quotas.kv_hbm_mb_hard or 0,
             reserve_mb=quotas.kv_hbm_mb_reserve or 0,
             cache_group=policy.cache_group,
+            speculating=frozenset(qos_class for qos_class, each in policy.classes.items() if each.speculates),
         )
 
 
@@ -93,6 +95,9 @@ class TenantShares:
     def cache_scope(self, tenant_id: TenantId) -> CacheScope:
         group = self._shares.get(tenant_id, _DEFAULT).cache_group
         return CacheScope(tenant_id, is_group=False) if group is None else CacheScope(group, is_group=True)
+
+    def speculates(self, flow: FlowKey) -> bool:
+        return flow[1] in self._shares.get(flow[0], _DEFAULT).speculating
 
     def weight(self, flow: FlowKey) -> int:
         return self._shares.get(flow[0], _DEFAULT).weights[flow[1]]

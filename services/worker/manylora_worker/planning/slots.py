@@ -18,6 +18,7 @@ class Scheduled:
     sequence: Sequence
     num_tokens: int
     samples: bool  # it computes the sequence's last token, so that the next one is drawn
+    guesses: SequenceOf[int] = ()  # computed behind the `num_tokens`
 
 
 class Unit:

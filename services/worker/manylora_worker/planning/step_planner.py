@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from manylora_shared.fairness.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, QUANTUM_TOKENS
@@ -48,6 +48,9 @@ class PlannerLimits:
             raise ValueError(
                 f"max_batch_tokens ({self.max_batch_tokens}) must be at least sequence_slots ({self.sequence_slots})"
             )
+
+
+MOST_SPECULATING = 8  # sequences in slots: beyond, guesses only add to a batch's work
 
 
 class StepPlan(NamedTuple):
@@ -177,22 +180,39 @@ class StepPlanner:
         if self._slots:
             held_back = min(self._slots.num_free, len(parking.waiting)) if self._round.is_held_back else 0
             self._staggering.planned(held_back)
+        self._round.draws = self._limits.sequence_slots - len(self._slots)
         chunks: list[Scheduled] = []
         scheduled: list[Scheduled] = []
         for unit in self._slots.units:
-            if unit.sequence.awaits_mask:
+            guesses = None if unit.sequence.awaits_mask else self._guesses(unit)
+            if guesses is None:
                 unit.step_cost = 0  # it keeps its slot, and the others go on
                 continue
-            unit.step_cost = _cost(unit.chunk)
+            unit.step_cost = _cost(unit.chunk) + len(guesses) * OUTPUT_TOKEN_COST
             unit.cost += unit.step_cost
             if unit.sequence.status is SequenceStatus.DECODE:
-                unit.tokens_left -= 1
-                scheduled.append(unit.chunk)
+                unit.tokens_left -= 1 + len(guesses)
+                scheduled.append(replace(unit.chunk, guesses=guesses) if guesses else unit.chunk)
             else:
                 unit.tokens_left = 0
                 chunks.append(unit.chunk)
         yielded = [sequence for sequence in ended if sequence.item is not None]
         return StepPlan(scheduled + chunks, yielded, parking.swapped, parking.evicted)
+
+    def _guesses(self, unit: Unit) -> SequenceOf[int] | None:
+        """None: it is not computed in this step. A quantum counts the guesses, right or wrong: they are computed."""
+        sequence, round_ = unit.sequence, self._round
+        if sequence.num_guesses:
+            return None
+        if sequence.status is not SequenceStatus.DECODE or len(self._slots) > MOST_SPECULATING:
+            return ()
+        guesses = sequence.guess(min(unit.tokens_left - 1, round_.budget, round_.draws))
+        if guesses is None and not unit.cost:
+            return ()  # it began in this plan, and copies into its blocks are due
+        if guesses:
+            round_.budget -= len(guesses)
+            round_.draws -= len(guesses)
+        return guesses
 
     def _end_units(self) -> list[Sequence]:
         over = self._slots.take_ended()
@@ -290,7 +310,7 @@ class StepPlanner:
         if self._reclaim.waits or round_.deferred is not None or item in round_.refused:
             return None
         sequence = self._queue.sequence(item)
-        if sequence.awaits_mask:
+        if sequence.awaits_mask or sequence.num_guesses:
             round_.refused[item] = None
             round_.awaits_mask = True
             return None
@@ -439,6 +459,7 @@ class _Round:
         "awaits_mask",
         "budget",
         "deferred",
+        "draws",
         "is_held_back",
         "num_ended",
         "prompt_budget",
@@ -451,6 +472,7 @@ class _Round:
         # of these what prompts may have; the first one LEAST_CHUNK_TOKENS, if that is more
         self.prompt_budget = budget if max_prompt_tokens is None else min(budget, max_prompt_tokens)
         self.prompt_tokens = 0  # of those that were started
+        self.draws = 0  # beside one of each slot: a runner takes as many as there are slots
         self.awaits_mask = False  # some that could have started have no mask yet
         self.num_ended = 0  # prompts that end in the step
         self.is_held_back = False  # some that could have ended wait for the next step

@@ -50,6 +50,8 @@ class EngineMetrics:
         for name, amount, attributes in (
             (Metrics.PREEMPTIONS, now.preemptions - before.preemptions, None),
             (Metrics.KV_EVICTIONS, now.evictions - before.evictions, None),
+            (Metrics.GUESSED_TOKENS, now.guessed_tokens - before.guessed_tokens, None),
+            (Metrics.RIGHT_GUESSES, now.right_guesses - before.right_guesses, None),
             (Metrics.KV_SWAPS, now.swaps_out - before.swaps_out, out),
             (Metrics.KV_SWAPS, now.swaps_in - before.swaps_in, back),
             (Metrics.KV_SWAPPED_BYTES, (now.blocks_out - before.blocks_out) * self._block_bytes, out),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from manylora_worker.kinds.api import NOT_FINITE, Logprobs, Sampled, SequenceChunk
+from manylora_worker.kinds.api import NOT_FINITE, Logprobs, Sampled, SequenceChunk, draws_of
 from manylora_worker.models.cuda.kernels.sampling import SampledRows
 from manylora_worker.models.layers.prompt_scores import ScoredRows, Scores, answers
 
@@ -20,7 +20,7 @@ class PendingStep:
         drawn: SampledRows | None,
         scored: tuple[ScoredRows, Scores] | None = None,
     ) -> None:
-        """rows: each sampling chunk's row in `drawn`, whose tensors are on the device; None: no chunk samples."""
+        """rows: each draw's row in `drawn`, whose tensors are on the device; None: no chunk samples."""
         self._chunks = chunks
         self._rows = rows
         self._scored = None if scored is None else scored[0]
@@ -44,7 +44,7 @@ class PendingStep:
         return answers(self._chunks, self._drawn() if self._host else [], self._scored, self._scores)
 
     def _drawn(self) -> list[Sampled]:
-        sampled = [chunk for chunk in self._chunks if chunk.samples]
+        sampled = [draw for chunk in self._chunks if chunk.samples for draw in draws_of(chunk)]
         token_ids, sound, *logprobs = (tensor.tolist() for tensor in self._host)
         results = []
         for i, chunk in zip(self._rows, sampled, strict=True):

@@ -16,7 +16,7 @@ from manylora_shared.ids import AdapterUid
 from manylora_shared.process.heap import collector_paused
 from torch import Tensor
 
-from manylora_worker.kinds.api import Sampled, SequenceChunk, StepBatch
+from manylora_worker.kinds.api import Sampled, SequenceChunk, StepBatch, draws_of
 from manylora_worker.models.cuda.adapter_arena import AdapterArena
 from manylora_worker.models.cuda.decoder import Decoder, DeviceStep, buffer_bytes
 from manylora_worker.models.cuda.graph_shapes import (
@@ -267,8 +267,9 @@ class DeviceModelRunner:
             return self._recorded(self._packer.pack(batch.chunks), GREEDY).graph
 
     def _run(self, plan: PackedStep, sampled: Sequence[SequenceChunk]) -> tuple[Sequence[int], SampledRows | None]:
-        """Each sampling chunk's row in what is drawn."""
-        rows = [plan.row_of[chunk.sequence_id] for chunk in sampled]
+        """Each draw's row in what is drawn."""
+        rows = [plan.row_of[each.sequence_id] - i for each in sampled for i in range(each.num_guesses, -1, -1)]
+        sampled = [draw for chunk in sampled for draw in draws_of(chunk)]
         needed = SamplingPlan.of(
             [chunk.sampling for chunk in sampled],
             has_bars=any(chunk.bars for chunk in sampled),

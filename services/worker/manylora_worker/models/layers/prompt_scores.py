@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from manylora_worker.kinds.api import NOT_FINITE, Logprobs, Sampled, SequenceChunk
+from manylora_worker.kinds.api import NOT_FINITE, Logprobs, Sampled, SequenceChunk, joined
 
 
 class ScoredRows(NamedTuple):
@@ -62,9 +62,10 @@ def _reduced(logits: Tensor, targets: Tensor, top: int) -> Scores:
 def answers(
     chunks: Sequence[SequenceChunk], drawn: Sequence[Sampled], rows: ScoredRows | None, scores: Sequence[Tensor]
 ) -> list[Sampled]:
-    """As ModelRunner.execute. drawn: of the chunks that sample; scores: those of `rows`, on the host."""
+    """As ModelRunner.execute. drawn: all of the chunks that sample; scores: those of `rows`, on the host."""
+    drawn = joined([chunk for chunk in chunks if chunk.samples], drawn)
     if rows is None:
-        return list(drawn)
+        return drawn
     columns = zip(*(tensor.tolist() for tensor in scores), strict=True)
     told = {chunk.sequence_id: _told(chunk, columns) for chunk in rows.chunks}
     by_id = {sampled.sequence_id: sampled for sampled in drawn}

@@ -39,6 +39,7 @@ class _Row(NamedTuple):
     bars: Sequence[tuple[int, int]]
     scored: tuple[int, int]
     mask: bytes | None
+    num_guesses: int
 
 
 Plan = tuple[Sequence[tuple[Any, ...]], Sequence[tuple[int, int]], Sequence[int]]
@@ -72,7 +73,7 @@ class PlanWriter:
         return (
             chunk.sequence_id, sequence, chunk.token_ids, chunk.start_position, first, list(table[first:]),
             chunk.samples, chunk.output_index, chunk.output_token_ids if looks_back else (), chunk.bars,
-            (chunk.scored.start, chunk.scored.stop), chunk.mask,
+            (chunk.scored.start, chunk.scored.stop), chunk.mask, chunk.num_guesses,
         )  # fmt: skip
 
 
@@ -107,6 +108,7 @@ class PlanReader:
             bars=row.bars,
             scored=range(*row.scored),
             mask=row.mask,
+            num_guesses=row.num_guesses,
         )
 
 

@@ -14,7 +14,7 @@ from manylora_shared.composition import parts_of
 from manylora_shared.ids import AdapterKey, AdapterUid
 from torch import Tensor
 
-from manylora_worker.kinds.api import SequenceChunk, StepBatch
+from manylora_worker.kinds.api import SequenceChunk, StepBatch, draws_of
 from manylora_worker.models.layers.attention import AttentionStep, DecodeRow, PrefillRows
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.layers.lora_linear import Segment
@@ -33,7 +33,7 @@ class StepInputs:
     attention: AttentionStep
     segments: Sequence[Segment]
     num_rows: int
-    sampled: Sequence[SequenceChunk]  # chunks that sample, in the StepBatch's order
+    sampled: Sequence[SequenceChunk]  # chunks that sample, in the StepBatch's order, one a draw (api.draws_of)
     logit_rows: Tensor  # [len(sampled)]: the row that each of them draws from
     scored: ScoredRows | None
 
@@ -89,6 +89,7 @@ def build_inputs(
                 segments.append(Segment(first_row, first_row + count, adapter, weight, others))
         last_rows[i] = first_row + count - 1
     sampling = [i for i, chunk in enumerate(batch.chunks) if chunk.samples]
+    rows = [last_rows[i] - before for i in sampling for before in range(batch.chunks[i].num_guesses, -1, -1)]
     num_rows = len(token_ids)
     return StepInputs(
         token_ids=torch.tensor(token_ids, device=device),
@@ -102,7 +103,7 @@ def build_inputs(
         ),
         segments=segments,
         num_rows=num_rows,
-        sampled=[batch.chunks[i] for i in sampling],
-        logit_rows=torch.tensor([last_rows[i] for i in sampling], dtype=torch.long, device=device),
+        sampled=[draw for i in sampling for draw in draws_of(batch.chunks[i])],
+        logit_rows=torch.tensor(rows, dtype=torch.long, device=device),
         scored=ScoredRows.of(batch.chunks, last_rows.__getitem__),
     )

@@ -1,0 +1,55 @@
+"""What is guessed by prompt lookup, and when a guess is worth a step."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+from manylora_worker.kinds.speculation import MOST_GUESSES, Speculation
+
+
+def told(speculation: Speculation, tokens: list[int]) -> None:
+    for token in tokens:
+        speculation.tell(token)
+
+
+def test_what_followed_the_last_tokens_before_is_guessed_once_it_has_been_right() -> None:
+    prompt = list(range(100, 160))
+    speculation = Speculation(prompt)
+    assert speculation.guess(4) == (), "how often it is right is not known"
+    told(speculation, prompt[:30])
+    assert speculation.is_worth_it
+    assert speculation.guess(4) == prompt[30:34]
+    speculation.tell(7)
+    assert not speculation.is_worth_it, "it knows no place that it is in"
+    assert speculation.guess(4) == ()
+
+
+def test_text_that_never_repeats_is_never_guessed() -> None:
+    rng = random.Random(1)
+    speculation = Speculation(rng.sample(range(10**6), 500))
+    for token in rng.sample(range(10**6, 2 * 10**6), 500):
+        speculation.tell(token)
+        assert not speculation.is_worth_it
+
+
+def test_guesses_get_longer_while_all_are_right_and_shorter_when_one_is_wrong() -> None:
+    speculation = Speculation([])
+    told(speculation, [1, 2, 3, 4, 5] * 8)
+    assert len(speculation.guess(MOST_GUESSES)) == 4
+    speculation.judged(4, 4)
+    assert speculation.guess(99) == [1, 2, 3, 4, 5, 1, 2, 3]
+    speculation.judged(8, 1)
+    assert len(speculation.guess(99)) == 2
+    assert speculation.guess(1) == [1]
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(0, 12))
+def test_a_guess_is_what_stood_behind_the_same_tokens(tokens: list[int], most: int) -> None:
+    speculation = Speculation([])
+    told(speculation, tokens)
+    guesses = list(speculation.guess(most))
+    assert len(guesses) <= min(most, MOST_GUESSES)
+    if guesses:
+        assert any(tokens[i] == guesses[0] for i in range(len(tokens)))
