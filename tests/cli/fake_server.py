@@ -191,7 +191,7 @@ class FakeRouter:
             raise InvalidRequest.of_all([FieldViolation(f"field-{i}", f"line {i + 1}: {'x' * 80}") for i in range(30)])
         if "bad" in request.policy_yaml:
             raise InvalidRequest.of("classes.batch.weight", "line 2: must be a whole number")
-        tenant_id = request.policy_yaml.split("tenant_id:")[1].split()[0]
+        tenant_id = request.policy_yaml.split("tenant_id:")[1].split()[0].strip('"')
         before, version = self.tenants.get(tenant_id, ("", 0))
         if request.HasField("expected_version") and request.expected_version != version:
             raise VersionConflict(f"expected_version: tenant {tenant_id} is at version {version}")
