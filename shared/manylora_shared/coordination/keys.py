@@ -5,6 +5,7 @@
 # /manylora/scheduler/leader                 SchedulerRecord, bound to the leader's lease; create_revision = epoch
 # /manylora/scheduler/clock                  ClockIndexRecord
 # /manylora/scheduler/clock/<bank>/<part>    a part of the clock's bytes
+# /manylora/scheduler/hot-adapters           HotAdaptersRecord: what new workers load first
 # /manylora/tenants/<tenant_id>              TenantPolicy as YAML text
 # /manylora/adapters/<tenant_id>/<name>      AdapterRecord
 # /manylora/keys/<key_id>                    KeyRecord: an API key's hash, never the key
@@ -18,6 +19,7 @@ WORKERS = ROOT + "workers/"
 ROUTERS = ROOT + "routers/"
 SCHEDULER_LEADER = ROOT + "scheduler/leader"
 SCHEDULER_CLOCK = ROOT + "scheduler/clock"
+HOT_ADAPTERS = ROOT + "scheduler/hot-adapters"
 TENANTS = ROOT + "tenants/"
 ADAPTERS = ROOT + "adapters/"
 API_KEYS = ROOT + "keys/"

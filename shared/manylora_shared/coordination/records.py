@@ -151,6 +151,21 @@ class WorkerRecord(_JsonRecord):
 
 
 @dataclass(frozen=True)
+class HotAdapter:
+    tenant_id: str
+    uid: str
+
+
+@dataclass(frozen=True)
+class HotAdaptersRecord(_JsonRecord):
+    adapters: tuple[HotAdapter, ...]  # the most used first
+
+    @property
+    def key(self) -> str:
+        return keys.HOT_ADAPTERS
+
+
+@dataclass(frozen=True)
 class RouterRecord(_JsonRecord):
     router_id: str
     address: str
