@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manylora_shared.ids import AdapterUid, RequestId, TenantId
-from manylora_sim.fake_runner import FakeFarBackend
+from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
+from manylora_sim.fake_runner import FakeFarBackend, FakeRunner
 from manylora_worker.adapters.cache import GUESSES_PER_S, AdapterCache, AdapterCacheLimits
-from manylora_worker.kinds.api import AdapterTier
+from manylora_worker.adapters.tier_counts import FARTHER
+from manylora_worker.engine.core import EngineCore, EngineLimits
+from manylora_worker.kinds.api import AdapterTier, EngineRequest, Sampling
+from manylora_worker.planning.step_planner import PlannerLimits
 
 A, B = TenantId("a"), TenantId("b")
 
@@ -78,12 +82,54 @@ def test_their_rate_and_number_are_bounded() -> None:
     assert rig.cache.num_loading == 2
 
 
-def test_while_somebody_waits_for_a_load_nothing_is_guessed() -> None:
-    rig = Rig(host=100, load_s=5.0)
+def test_while_somebody_waits_for_a_load_a_guess_waits_and_is_given_up() -> None:
+    rig = Rig(host=100, load_s=2.0)
     rig.cache.acquire(RequestId("r"), B, AdapterUid("asked"), rig.now)
-    rig.pump()
     rig.guess("x")
-    assert AdapterUid("x") not in rig.cache._prefetches
+    assert rig.cache.num_loading == 1
+    rig.wait(2.0)
+    rig.wait(2.0)
+    assert rig.cache.num_loading == 1, "the other's is on its way to the device"
+    rig.wait(2.0)
+    assert "x" not in rig.on_host
+    assert not rig.cache.has_work, "it is too late for it"
+
+
+@pytest.mark.parametrize(("guesses", "found"), [(False, "disk"), (True, "host")])
+def test_a_habit_finds_its_next_adapter_on_the_host(guesses: bool, found: str) -> None:
+    """A tenant asks for two adapters in turn, each gone from memory by the next time: others' work came between."""
+    now = 0.0
+    backend = FakeFarBackend(lambda: now, load_s=lambda uid, tier: 0.01)
+    limits = EngineLimits(PlannerLimits(16, 8, 4), AdapterCacheLimits(2, 1), max_requests=64, guesses=guesses)
+    core = EngineCore(FakeRunner(num_blocks=64, block_size=4), backend, limits)
+    names = iter(range(10_000))
+
+    def ask(tenant: TenantId, uid: str) -> None:
+        nonlocal now
+        request_id = RequestId(f"r{next(names)}")
+        core.add(EngineRequest(request_id, tenant, QosClass.BATCH, AdapterUid(uid), (1, 2, 3), 2, Sampling()), now)
+        while core.has_work():
+            now += 0.01
+            core.step(now)
+
+    for _ in range(6):
+        for uid in ("x", "y"):
+            ask(A, uid)
+            now += 1.0
+        now += 60.0
+        for number in range(3):
+            ask(B, f"other{number}")
+            now += 40.0
+    before = core.stats()
+    ask(A, "x")
+    now += 1.0
+    ask(A, "y")
+    after = core.stats()
+    counts = {
+        tier: getattr(after, f"adapters_found_{tier}") - getattr(before, f"adapters_found_{tier}") for tier in FARTHER
+    }
+    assert counts[found] >= 1, counts
+    assert (counts["host"] > 0) == guesses
 
 
 @settings(max_examples=100, deadline=None)

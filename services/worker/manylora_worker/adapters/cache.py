@@ -26,6 +26,7 @@ from manylora_worker.kinds.api import AdapterBackend, AdapterEvent, AdapterTier
 
 _State = tuple[Versions, int]
 GUESSES_PER_S = 4.0
+_GUESS_S = 5.0  # how long a guess waits until nobody waits for a load
 _PREFETCH_QUEUE = 64  # not yet begun; when another comes, one of the tenant with most of them is forgotten
 
 
@@ -284,11 +285,11 @@ class AdapterCache:
         return len(idle)
 
     def guess(self, uid: AdapterUid, tenant_id: TenantId, now: float) -> None:
-        """To the host, where nobody has asked for it yet: into room that is free or long idle, while nobody waits for a
-        load. One at a time of a tenant, and GUESSES_PER_S of all.
+        """To the host, where nobody has asked for it yet: into room that is free or long idle, as soon as nobody waits
+        for a load. One at a time of a tenant, and GUESSES_PER_S of all.
         """
         entries = self._residency.entries
-        if uid in entries or now < self._guess_at or self._order:
+        if uid in entries or now < self._guess_at:
             return
         if any(entries[each].is_guess for each, tenant in self._prefetches.items() if tenant == tenant_id):
             return
@@ -296,6 +297,7 @@ class AdapterCache:
         self._prefetches[uid] = tenant_id
         entry = self._residency.entry(uid)
         entry.is_prefetched = entry.is_guess = True
+        entry.guessed_at = now
         self._settled = None
 
     def set_pins(self, pins: Mapping[TenantId, Sequence[Pin]], largest_bytes: int) -> None:
@@ -436,8 +438,11 @@ class AdapterCache:
         """Whether nothing is left to do."""
         if entry.on_device or entry.queued or self._too_large(entry) is not None:
             return True
-        if entry.is_guess and (entry.on_host or (self._order and entry.loading is None)):
-            return True
+        if entry.is_guess:
+            if entry.on_host or (entry.loading is None and now - entry.guessed_at > _GUESS_S):
+                return True
+            if self._order:
+                return False
         return entry.loading is None and self._loading.prefetch(entry, tenant_id, now)
 
     def _end_prefetch(self, entry: Entry) -> None:

@@ -42,6 +42,7 @@ class Entry:
     no_room_since: dict[TenantId, float] = field(default_factory=dict)  # by tenant that waits for it
     is_prefetched: bool = False  # to be loaded without anybody who waits for it
     is_guess: bool = False  # nor anybody who asked for that
+    guessed_at: float = 0.0
     is_near: bool | None = None  # on this machine's disk; None: to be asked
     fetched_for: TenantId | None = None  # in whose place, while it is being fetched
     num_refetches: int = 0  # since it was read last: it left the disk meanwhile
