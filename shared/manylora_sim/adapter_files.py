@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from manylora_shared.errors import FieldViolation, InvalidRequest, NotFound
-from manylora_shared.ids import AdapterDigest
+from manylora_shared.ids import AdapterDigest, AdapterUid, TenantId, digest_of
 from manylora_shared.stores.adapter_files import (
     CONFIG_NAME,
     FILE_NAMES,
@@ -39,7 +39,7 @@ class MemoryAdapterFiles:
     def incoming(self) -> list[str]:
         return sorted(path for path in self.files if path.startswith(INCOMING + "/"))
 
-    async def begin(self) -> str:
+    async def begin(self, owner: TenantId | None = None) -> str:
         self._begun += 1
         incoming = f"{INCOMING}/{self._begun}"
         self._put(incoming, {})
@@ -62,6 +62,12 @@ class MemoryAdapterFiles:
         self._put(incoming, dict(source))
         return BroughtTokenizer()
 
+    async def copy_plain(self, incoming: str, digest: AdapterDigest) -> None:
+        self._put(incoming, dict(self.read(digest)))
+
+    async def is_sealed(self, uid: AdapterUid) -> bool:
+        return False
+
     async def finish(self, incoming: str) -> AdapterDigest:
         folder = self.files[incoming]
         missing = [name for name in FILE_NAMES if name not in folder]
@@ -75,7 +81,8 @@ class MemoryAdapterFiles:
         self._put(object_path(digest), self.files[incoming])
         await self.discard(incoming)
 
-    async def problem(self, digest: AdapterDigest) -> str:
+    async def problem(self, uid: AdapterUid) -> str:
+        digest = digest_of(uid)
         path = object_path(digest)
         try:
             return "" if path in self.files and await self.finish(path) == digest else "it is not what was registered"
@@ -92,15 +99,14 @@ class MemoryAdapterFiles:
             await self.discard(path)
         return len(stale)
 
-    async def collect(
-        self, referenced: Collection[AdapterDigest], *, now_unix_s: float, older_than_s: float
-    ) -> list[str]:
+    async def collect(self, referenced: Collection[AdapterUid], *, now_unix_s: float, older_than_s: float) -> list[str]:
+        kept = {digest_of(uid) for uid in referenced}
         before_unix_s = now_unix_s - older_than_s
         objects = [path for path in self.files if path.startswith(OBJECTS + "/")]
         removed: list[str] = []
         for path in sorted(objects):
             digest = path.partition("/")[2]
-            if digest not in referenced and self._changed_unix_s[path] < before_unix_s:
+            if digest not in kept and self._changed_unix_s[path] < before_unix_s:
                 await self.discard(path)
                 removed.append(digest)
         return removed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 
 from manylora_shared.errors import NotFound
-from manylora_shared.ids import AdapterDigest
+from manylora_shared.ids import AdapterUid, digest_of
 from manylora_shared.stores.documents import Document
 
 from manylora_sim.adapter_files import MemoryAdapterFiles
@@ -25,6 +25,9 @@ class MemoryDocuments:
             raise NotFound(f"{path.rpartition('/')[2]}: there is none")
         return self.kept[path][0]
 
+    async def seal(self, path: str) -> bool:
+        return False
+
     async def held(self, tenant_id: str = "", kind: str = "") -> list[Document]:
         found: list[Document] = []
         for path, (data, changed_unix_s) in sorted(self.kept.items()):
@@ -36,6 +39,6 @@ class MemoryDocuments:
     async def delete(self, path: str) -> None:
         self.kept.pop(path, None)
 
-    async def adapter(self, digest: AdapterDigest) -> AsyncIterator[tuple[str, bytes]]:
-        for name, data in self._files.read(digest).items():
+    async def adapter(self, uid: AdapterUid) -> AsyncIterator[tuple[str, bytes]]:
+        for name, data in self._files.read(digest_of(uid)).items():
             yield name, data

@@ -95,8 +95,13 @@ DISTRIBUTIONS = {
     "yaml": "pyyaml",
 }
 """Where the name to import is not the name to install."""
-OWN_EXTRAS = {"services/worker/manylora_worker/models/cuda/kernels": "cuda", "shared/manylora/load": "load"}
-"""What the package around them does without: Triton on a worker without a GPU, an HTTP client beside the command."""
+OWN_EXTRAS = {
+    "services/worker/manylora_worker/models/cuda/kernels": "cuda",
+    "shared/manylora/load": "load",
+    "shared/manylora_shared/encryption/aws_kms.py": "aws",
+}
+"""What the package around them does without: Triton on a worker without a GPU, an HTTP client beside the command,
+AWS's client."""
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from manylora.v1 import admin_pb2, common_pb2, inference_pb2, status_pb2
+from manylora.v1 import admin_pb2, common_pb2, data_pb2, inference_pb2, status_pb2
 from manylora_shared.errors import (
     AlreadyExists,
     FieldViolation,
@@ -49,13 +49,24 @@ class FakeRouter:
     has_chat_template: bool = False
     chats: list[list[tuple[str, str]]] = field(default_factory=list)
     scores: list[tuple[str, str, float]] = field(default_factory=list)  # tenant, request and score
+    sealed: list[data_pb2.SealStoresResponse] = field(default_factory=list)
+    is_sealing: bool = True
     tells_tenant_alone: bool = False
     """Answers `get_status` as a router does to a key of a tenant."""
 
     def services(self) -> list[Service]:
         inference = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
         admin = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
+        data = Service(
+            data_pb2.DESCRIPTOR.services_by_name["DataService"],
+            {
+                "GetEncryption": self.get_encryption,
+                "RotateEncryption": self.rotate_encryption,
+                "SealStores": self.seal_stores,
+            },
+        )
         return [
+            data,
             Service(
                 inference,
                 {"Generate": self.generate, "ListModels": self.list_models, "GiveFeedback": self.give_feedback},
@@ -184,6 +195,25 @@ class FakeRouter:
         self.scores.append((call.metadata.get("x-tenant-id", ""), request.request_id, request.score))
         return inference_pb2.GiveFeedbackResponse(adapter="up@2", counted=request.request_id != "late")
 
+    async def get_encryption(
+        self, request: data_pb2.GetEncryptionRequest, call: ServerCall
+    ) -> data_pb2.GetEncryptionResponse:
+        if not self.is_sealing:
+            return data_pb2.GetEncryptionResponse()
+        return data_pb2.GetEncryptionResponse(on=True, wrapped_by="local-2", data_keys={"local-1": 1, "local-2": 3})
+
+    async def rotate_encryption(
+        self, request: data_pb2.RotateEncryptionRequest, call: ServerCall
+    ) -> data_pb2.RotateEncryptionResponse:
+        return data_pb2.RotateEncryptionResponse(wrapped_by="local-3", rewrapped=4)
+
+    async def seal_stores(
+        self, request: data_pb2.SealStoresRequest, call: ServerCall
+    ) -> AsyncIterator[data_pb2.SealStoresResponse]:
+        for each in self.sealed:
+            if request.tenant_id in ("", each.tenant_id):
+                yield each
+
     async def apply_tenant(
         self, request: admin_pb2.ApplyTenantRequest, call: ServerCall
     ) -> admin_pb2.ApplyTenantResponse:
@@ -191,7 +221,7 @@ class FakeRouter:
             raise InvalidRequest.of_all([FieldViolation(f"field-{i}", f"line {i + 1}: {'x' * 80}") for i in range(30)])
         if "bad" in request.policy_yaml:
             raise InvalidRequest.of("classes.batch.weight", "line 2: must be a whole number")
-        tenant_id = request.policy_yaml.split("tenant_id:")[1].split()[0].strip('"')
+        tenant_id = request.policy_yaml.split("tenant_id:")[1].split()[0]
         before, version = self.tenants.get(tenant_id, ("", 0))
         if request.HasField("expected_version") and request.expected_version != version:
             raise VersionConflict(f"expected_version: tenant {tenant_id} is at version {version}")

@@ -19,8 +19,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from manylora_shared.encryption.sealing import Sealed
 from manylora_shared.ids import AdapterUid
+from manylora_shared.stores.adapter_files import FILE_NAMES
+from manylora_shared.stores.stored_files import FileSealer
 from manylora_worker.weights import reader_pool
+from manylora_worker.weights.coverage import coverage_of
 from manylora_worker.weights.host_memory import HostMemory
 from manylora_worker.weights.reader import LocalReader
 from manylora_worker.weights.reader_pool import ReaderFailed, ReaderProcesses, _Reader
@@ -29,6 +33,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.driver import LIMITS
+from tests.sealing_keys import MemoryKeys
 
 _HOST_BYTES = 8 << 20
 
@@ -373,3 +378,34 @@ def test_processes_end_with_the_worker_and_have_none_of_its_sockets(
         reader.suspend()  # as one in the middle of a read would be: it cannot hear that its socket has ended
         worker.kill()
     await_ended([fork_server, reader])
+
+
+def test_a_sealed_adapter_is_read_as_a_plain_one(family: Family, base: AdapterBase, tmp_path: Path) -> None:
+    plain, keys = family.adapters["all-linear"], MemoryKeys()
+    for name in FILE_NAMES:
+        sealer = FileSealer(tmp_path / name, keys.sealing("acme"))
+        sealer.add((plain / name).read_bytes())
+        sealer.end()
+    expected = read_adapter(plain, base, LIMITS)
+    uid = expected.uid
+    local = LocalReader(base, LIMITS, keys)
+    memory = HostMemory(_HOST_BYTES)
+    pool = ReaderProcesses(base, LIMITS, memory, keys=keys)
+    try:
+        for reader in (local, pool):
+            assert reader.check(tmp_path) == expected.layout
+            adapter = reader.read(tmp_path, uid)
+            assert torch.equal(adapter.buffer, expected.buffer)
+            reader.free(adapter)
+        assert coverage_of(tmp_path, expected.layout, base, keys) == coverage_of(plain, expected.layout, base)
+        weights = tmp_path / "adapter_model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+        for reader in (local, pool):
+            with pytest.raises(AdapterInvalid, match="not what was sealed"):
+                reader.read(tmp_path, uid)
+        keys.destroy("acme")
+        for reader in (local, pool):
+            with pytest.raises(Sealed, match="destroyed"):
+                reader.read(tmp_path, uid)
+    finally:
+        pool.close()

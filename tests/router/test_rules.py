@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor import ServiceDescriptor
 from http_fakes import http_front, request_bytes
-from manylora.v1 import admin_pb2, inference_pb2
+from manylora.v1 import admin_pb2, data_pb2, inference_pb2
 from manylora_router.front.http import routes
 from manylora_router.guard import rules
 from manylora_router.guard.rules import ROUTES, RPCS, Rule
@@ -23,6 +23,7 @@ API = Path(__file__).resolve().parents[2] / "docs" / "API.md"
 SERVICES: list[ServiceDescriptor] = [
     inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
     admin_pb2.DESCRIPTOR.services_by_name["AdminService"],
+    data_pb2.DESCRIPTOR.services_by_name["DataService"],
 ]
 METHODS: dict[str, Method] = {
     f"{service.name}/{name}": method for service in SERVICES for name, method in methods_of(service).items()
@@ -150,7 +151,7 @@ def test_every_rpc_by_every_role() -> None:
 
 def test_keys_of_before_roles_may_what_they_might() -> None:
     async def test(cluster: RouterCluster) -> None:
-        operators = {name for name in METHODS if name.startswith("AdminService/")}
+        operators = {name for name in METHODS if not name.startswith("InferenceService/")}
         for scope, names in {**OLD_SCOPES, "operator": " ".join(n.partition("/")[2] for n in operators)}.items():
             tenant = "acme" if scope in ("generate", "admin") else ""
             key = await cluster.put_key(tenant=tenant, scopes=(scope,))

@@ -179,9 +179,11 @@ async def test_a_commit_reads_as_much_whether_or_not_the_object_is_there(
     files = LocalAdapterFiles(tmp_path)
     hashed: list[Path] = []
     synced: list[int] = []
-    digest_of, sync = adapter_files.adapter_digest, os.fsync
+    digest_of, sync = LocalAdapterFiles._digest, os.fsync
     monkeypatch.setattr(
-        adapter_files, "adapter_digest", lambda config, path: hashed.append(path) or digest_of(config, path)
+        LocalAdapterFiles,
+        "_digest",
+        lambda self, folder, is_left=None: hashed.append(folder) or digest_of(self, folder, is_left),
     )
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(descriptor) or sync(descriptor))
     counts = []

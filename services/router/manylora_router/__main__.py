@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from manylora.v1 import worker_pb2
+from manylora_shared.encryption.sealing import SealingKeys
 from manylora_shared.metadata import PEER_KEY
 from manylora_shared.process import loop as service_loop
 from manylora_shared.process.config import load
@@ -50,21 +51,23 @@ def load_text(model: str) -> TextService:
     return HfTextService.load(folder, threads=_TOKENIZER_THREADS)
 
 
-def _adapter_store(config: RouterConfig) -> tuple[AdapterFiles, Documents]:
+def _adapter_store(config: RouterConfig, keys: SealingKeys | None) -> tuple[AdapterFiles, Documents]:
     """Raises ValueError, OSError."""
     limit = config.max_adapter_mb << 20
     if not is_bucket(config.adapter_store):
         root = Path(config.adapter_store)
-        return LocalAdapterFiles(root, max_weights_bytes=limit), LocalDocuments(root)
+        return LocalAdapterFiles(root, max_weights_bytes=limit, keys=keys), LocalDocuments(root, keys=keys)
     staging = Path(mkdtemp(prefix="manylora-router-"))
     atexit.register(shutil.rmtree, staging, ignore_errors=True)
     bucket = Bucket(config.adapter_store, access_of(config.adapter_store_access))
-    return BucketAdapterFiles(bucket, staging, max_weights_bytes=limit), BucketDocuments(bucket)
+    files = BucketAdapterFiles(bucket, staging, max_weights_bytes=limit, keys=keys)
+    return files, BucketDocuments(bucket, keys=keys)
 
 
 async def build(config: RouterConfig, parts: Parts) -> RouterApp:
     text = await asyncio.to_thread(load_text, config.model)
-    files, documents = _adapter_store(config)
+    keyring = config.keyring()
+    files, documents = _adapter_store(config, keyring)
     return RouterApp(
         config,
         transport=BundlingTransport(
@@ -75,6 +78,7 @@ async def build(config: RouterConfig, parts: Parts) -> RouterApp:
         pool_texts={pool: functools.partial(load_text, model) for pool, model in config.models_of_pools.items()},
         adapter_store=files,
         documents=documents,
+        keyring=keyring,
         sources=Sources(read_rules(config.adapter_sources), max_weights_bytes=config.max_adapter_mb << 20),
         telemetry=parts.telemetry,
         rng=parts.rng,

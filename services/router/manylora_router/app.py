@@ -17,8 +17,9 @@ from manylora_shared.coordination.base import Store
 from manylora_shared.coordination.peers import PeerSecret, PeerTransport
 from manylora_shared.coordination.records import AdapterRecord, RouterRecord
 from manylora_shared.coordination.session import LeaseSession
+from manylora_shared.encryption.keyring import Keyring
 from manylora_shared.errors import ServiceUnavailable
-from manylora_shared.ids import AdapterDigest
+from manylora_shared.ids import AdapterDigest, AdapterUid, TenantId, adapter_uid
 from manylora_shared.process.clock import SystemClock, WallClock
 from manylora_shared.stores.adapter_files import AdapterFiles
 from manylora_shared.stores.documents import REPORTS, Documents
@@ -62,6 +63,7 @@ from manylora_router.front.pace import Pace
 from manylora_router.guard.resume_tokens import ResumeTokens
 from manylora_router.guard.tokens import Issuer, Tokens
 from manylora_router.history.samples import STEP_S
+from manylora_router.keeping.encryption import EncryptionDesk
 from manylora_router.links.answer_owners import AnswerOwners
 from manylora_router.links.callers import Callers
 from manylora_router.links.channels import WorkerChannels
@@ -97,6 +99,7 @@ class RouterApp:
         text: TextService,
         adapter_store: AdapterFiles,
         documents: Documents,
+        keyring: Keyring | None = None,
         sources: Sources | None = None,
         telemetry: Telemetry,
         rng: random.Random,
@@ -112,6 +115,7 @@ class RouterApp:
         self._texts = Texts(text, pool_texts)
         self._files = adapter_store
         self._documents = documents
+        self._keyring = keyring
         self._sources = sources or Sources(())
         self._clock = clock or SystemClock()
         self._rng = rng
@@ -121,12 +125,7 @@ class RouterApp:
         self._peer_secret = peer_secret
         peers = PeerTransport(transport, peer_secret)
         self.channels = WorkerChannels(peers)
-        self.directory = Directory(
-            store,
-            on_leader_changed=self._leader_changed,
-            on_workers_changed=self._workers_changed,
-            takes_sampling_defaults=config.generation_config == "auto",
-        )
+        self.directory = self._mirrors()
         issuers = load_issuers(Path(config.token_issuers)) if config.token_issuers else []
         self._token_keys = TokenKeys(issuers)
         self.callers = self._callers(issuers)
@@ -157,11 +156,20 @@ class RouterApp:
         levels = self._service_levels()
         self._status = ClusterStatus(directory=self.directory, transport=peers, levels=levels)
         self.admin = self._admin(levels, peers)
+        self._encryption = EncryptionDesk(self._entrance, store, keyring, adapter_store, documents)
         self._http = HttpServer(Routes(self.door), tls) if config.http_listen else None
 
     def _callers(self, issuers: Sequence[Issuer]) -> Callers:
         tokens = Tokens(issuers, self._token_keys.key_of) if issuers else None
         return Callers(self.directory.key_of, self._clock, tokens)
+
+    def _mirrors(self) -> Directory:
+        return Directory(
+            self._store,
+            on_leader_changed=self._leader_changed,
+            on_workers_changed=self._workers_changed,
+            takes_sampling_defaults=self.config.generation_config == "auto",
+        )
 
     def _front_intake(self) -> Intake:
         return Intake(
@@ -289,7 +297,7 @@ class RouterApp:
             pace=Pace(UPLOAD_BYTES_PER_S),
             own=Places(ADMIN_CAPACITY, kept=ADMIN_KEPT, few=4),
         )
-        return [self._inference.service(inference), self.admin.service(admin)]
+        return [self._inference.service(inference), self.admin.service(admin), self._encryption.service(admin)]
 
     async def start(self) -> None:
         """Returns when this router serves. Waits for the store as long as it takes."""
@@ -301,6 +309,8 @@ class RouterApp:
                 now_unix_s=self._clock.now_unix_s(),
             )
         self.directory.start()
+        if self._keyring is not None:
+            await self._keyring.start(self._store)
         await self.directory.ready()
         self._server = await self._transport.serve(self.config.listen, self._services())
         self._tasks = [
@@ -311,6 +321,8 @@ class RouterApp:
             asyncio.create_task(self.directory.failed(), name="mirrors"),
             asyncio.create_task(self._close_steps(), name="history"),
         ]
+        if self._keyring is not None:
+            self._tasks.append(asyncio.create_task(self._keyring.failed(), name="data keys"))
         if self.calls.metrics.has_readers:
             self._tasks.append(asyncio.create_task(self._tell_metrics(), name="metrics"))
         self._lease.start()
@@ -346,6 +358,8 @@ class RouterApp:
         self._status.close()
         await self.channels.close()
         await self.directory.close()
+        if self._keyring is not None:
+            await self._keyring.close()
         await self._texts.close()
         self.intake.close()
         for error in ended:
@@ -416,7 +430,7 @@ class RouterApp:
     async def _keep_house(self) -> None:
         # Adapter files go that two looks in a row found unregistered: what was queued before the first could
         # still be loaded.
-        registered_before: list[AdapterDigest] | None = None
+        registered_before: list[AdapterUid] | None = None
         while True:
             try:
                 registered_before = await self._collect(registered_before)
@@ -425,12 +439,17 @@ class RouterApp:
                 _LOG.warning("adapter files are not collected this time: %s", e)
             await asyncio.sleep(HOUSEKEEPING_S)
 
-    async def _collect(self, registered_before: list[AdapterDigest] | None) -> list[AdapterDigest]:
+    async def _collect(self, registered_before: list[AdapterUid] | None) -> list[AdapterUid]:
         now_unix_s = self._clock.now_unix_s()
         await self._files.sweep(now_unix_s=now_unix_s, older_than_s=FILES_GRACE_S)
         listing = await self._store.list(keys.ADAPTERS)
-        lines = [AdapterRecord.stored(kv).line for kv in listing.kvs]
-        registered = [AdapterDigest(version.uid) for line in lines for version in line.served]
+        records = [AdapterRecord.stored(kv) for kv in listing.kvs]
+        lines = [record.line for record in records]
+        registered = [
+            adapter_uid(AdapterDigest(version.uid), TenantId(record.tenant_id))
+            for record in records
+            for version in record.line.served
+        ]
         if registered_before is not None:
             in_use = [*registered, *registered_before]
             removed = await self._files.collect(in_use, now_unix_s=now_unix_s, older_than_s=FILES_GRACE_S)

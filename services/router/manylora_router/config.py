@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from manylora_shared.dialects import ReasoningParser, ToolParser
+from manylora_shared.encryption.settings import SealingSettings
 from manylora_shared.ids import name_problem
 from manylora_shared.process.config import ConfigError, check_listen, setting
-from manylora_shared.process.settings import ServiceSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(ServiceSettings):
+class RouterConfig(SealingSettings):
     """Router: the public face of a manylora cluster."""
 
     adapter_store: str = field(

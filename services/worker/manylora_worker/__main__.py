@@ -38,6 +38,7 @@ async def build(config: WorkerConfig, runtime: Runtime, engine: EngineParts, par
         validate=engine.validator,
         constraints=engine.constraints,
         is_near=engine.backend.is_near if isinstance(engine.backend, FarBackend) else lambda uid: True,
+        keyring=engine.keyring,
         telemetry=parts.telemetry,
         rng=parts.rng,
         peer_secret=parts.peer_secret,

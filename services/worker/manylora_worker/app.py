@@ -14,6 +14,7 @@ from manylora_shared.coordination.peers import PeerSecret, guarded
 from manylora_shared.coordination.pool import PROTOCOL
 from manylora_shared.coordination.records import WorkerRecord
 from manylora_shared.coordination.session import first_of
+from manylora_shared.encryption.keyring import Keyring
 from manylora_shared.ids import AdapterUid
 from manylora_shared.process.clock import SystemClock
 from manylora_shared.telemetry import Telemetry
@@ -28,7 +29,6 @@ from manylora_worker.serving.metrics import LOOK_AT_METRICS_S, EngineMetrics, Wo
 from manylora_worker.serving.policy_watch import TenantWatch
 from manylora_worker.serving.registration import Registration
 from manylora_worker.serving.servicer import WorkerServicer
-from manylora_worker.serving.warm_up import warm_up
 from manylora_worker.weights.adapter_check import AdapterValidator
 
 _LOG = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ class WorkerApp:
         validate: AdapterValidator,
         constraints: ConstraintCompiler | None = None,
         is_near: Callable[[AdapterUid], bool] = lambda uid: True,
+        keyring: Keyring | None = None,
         telemetry: Telemetry,
         rng: random.Random,
         peer_secret: PeerSecret,
@@ -73,6 +74,7 @@ class WorkerApp:
         )
         self._has_readers = telemetry.has_metrics
         self._constraints = constraints
+        self._keyring = keyring
         self._leaving = asyncio.Event()
         self._servicer = WorkerServicer(
             runtime,
@@ -112,6 +114,8 @@ class WorkerApp:
 
     async def start(self) -> None:
         """Returns when the worker serves and is registered."""
+        if self._keyring is not None:
+            await self._keyring.start(self._store)
         self._runtime.start()
         self._watching = asyncio.create_task(self._watch_engine(), name="engine watch")
         if self._has_readers:
@@ -119,8 +123,6 @@ class WorkerApp:
         services = [guarded(self._servicer.service(), self._peer_secret)]
         self._server = await self._transport.serve(self._config.listen, services)
         await self._tenants.start()
-        if self._config.warm_up_s:
-            await warm_up(self._store, self._runtime, self._tenants.serves, self._config.warm_up_s)
         self._registration = Registration(self._store, self._record(), lease_ttl_s=self._config.lease_ttl_s)
         await self._registration.start()
         if self._runtime.view.failure is None:
@@ -129,7 +131,8 @@ class WorkerApp:
 
     async def failed(self) -> str:
         """Waits until the engine has failed. Returns why. Raises where a mirror has ended."""
-        await first_of(self._engine_has_failed.wait(), self._tenants.failed())
+        mirrors = [self._tenants.failed(), *([self._keyring.failed()] if self._keyring is not None else [])]
+        await first_of(self._engine_has_failed.wait(), *mirrors)
         assert self._runtime.view.failure is not None
         return self._runtime.view.failure
 
@@ -149,6 +152,8 @@ class WorkerApp:
         if self._telling is not None:
             self._telling.cancel()
         await self._runtime.stop()
+        if self._keyring is not None:
+            await self._keyring.close()
         if self._constraints is not None:
             self._constraints.close()
         if self._registration is not None:

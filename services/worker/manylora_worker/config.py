@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from manylora_shared.encryption.settings import SealingSettings
 from manylora_shared.ids import DEFAULT_POOL, name_problem
 from manylora_shared.process.config import ConfigError, setting
 from manylora_shared.process.cores import num_cores
-from manylora_shared.process.settings import ServiceSettings
 
 PARKED_SEQUENCES = 64
 AUTO_DEVICE = "auto"  # until the engine is built, which settles it
@@ -21,7 +21,7 @@ _MAX_FRAMES = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig(ServiceSettings):
+class WorkerConfig(SealingSettings):
     """A manylora worker: one base model on one device, many adapters."""
 
     worker_id: str = setting("", "this worker's name; empty: one is drawn")
@@ -90,10 +90,6 @@ class WorkerConfig(ServiceSettings):
     device_adapter_max_mb: float = setting(
         _BY_DEVICE,
         "MiB that they may have of it while KV leaves some, half of KV's at most; -1: no more than the above",
-    )
-    prefetch: bool = setting(True, "adapters are loaded to the host that a tenant is likely to ask for next")
-    warm_up_s: float = setting(
-        10.0, "how long a new worker may load the cluster's most used adapters before it takes requests", at_least=0
     )
     max_lora_rank: int = setting(64, "the greatest rank of an adapter", at_least=1)
 

@@ -41,7 +41,7 @@ from manylora.client.cluster import (
 )
 from manylora.client.credentials import find_ca, find_key, trusting
 from manylora.client.folder import AdapterFolder, upload_parts
-from manylora.client.keys import Keys
+from manylora.client.keys import Keys, Sealing
 from manylora.client.messages import (
     adapter_from,
     change_from,
@@ -188,14 +188,8 @@ class Adapters(AdapterDocuments):
         """Whether adapters' files in the adapter store are what was registered, each as it has been read."""
         self._caller.check_open()
         request = admin_pb2.VerifyAdaptersRequest(tenant_id=tenant_id, name=name)
-        stream = self._caller.stream(_ADMIN["VerifyAdapters"], request, timeout_s=timeout_s)
-        try:
-            while (answer := await stream.read()) is not None:
-                yield VerifiedAdapter(adapter_from(answer.adapter), answer.problem)
-        except RpcError as error:
-            raise self._caller.failed(error) from None
-        finally:
-            stream.cancel()
+        async for answer in self._caller.answers(_ADMIN["VerifyAdapters"], request, timeout_s=timeout_s):
+            yield VerifiedAdapter(adapter_from(answer.adapter), answer.problem)
 
     async def _add(
         self,
@@ -248,6 +242,7 @@ class Client:
         self._caller = Caller(server, connect(transport, server), credentials, retry, random.Random())
         self.tenants = Tenants(self._caller)
         self.keys = Keys(self._caller)
+        self.encryption = Sealing(self._caller)
         self.adapters = Adapters(self._caller)
 
     def generate(

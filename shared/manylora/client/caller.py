@@ -6,7 +6,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
 from google.protobuf.message import Message
@@ -65,6 +65,17 @@ class Caller:
         if request is not None:
             check_size(request)
         return channel.stream(method, request, timeout=timeout_s, metadata={**(metadata or {}), **self._credentials})
+
+    async def answers(self, method: Method, request: Message, *, timeout_s: float | None) -> AsyncIterator[Any]:
+        """A stream's messages. Raises RequestFailed."""
+        stream = self.stream(method, request, timeout_s=timeout_s)
+        try:
+            while (answer := await stream.read()) is not None:
+                yield answer
+        except RpcError as error:
+            raise self.failed(error) from None
+        finally:
+            stream.cancel()
 
     async def wait_to_repeat(
         self, error: RpcError, attempt: int, deadline: float | None, *, repeatable: bool = True

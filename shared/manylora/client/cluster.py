@@ -421,3 +421,30 @@ class ClusterStatus:
     rollouts: tuple[RolloutStatus, ...] = ()
     resumed: int = 0  # how often another worker went on with an answer, since the routers' start
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # as in Models
+
+
+@dataclass(frozen=True)
+class Encryption:
+    """How stores are sealed. wrapped_by: what wraps new data keys; data_keys: how many each key wraps."""
+
+    is_on: bool
+    wrapped_by: str = ""
+    data_keys: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RotatedEncryption:
+    """forgotten: whether nothing opens any more that an earlier key wrapped."""
+
+    wrapped_by: str
+    rewrapped: int
+    forgotten: bool
+
+
+@dataclass(frozen=True)
+class SealedItem:
+    """problem: why it still lies in the clear; empty: it is sealed."""
+
+    tenant_id: str
+    what: str
+    problem: str

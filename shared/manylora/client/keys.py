@@ -1,17 +1,19 @@
-"""API keys, as a client that may makes and ends them."""
+"""API keys and the sealing of stores, as a client that may sees to them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from manylora_shared.transport.base import methods_of
 
 from manylora.client.caller import DEFAULT_TIMEOUT_S, Caller
-from manylora.client.cluster import KeyInfo
+from manylora.client.cluster import Encryption, KeyInfo, RotatedEncryption, SealedItem
 from manylora.client.messages import key_from
-from manylora.v1 import admin_pb2
+from manylora.v1 import admin_pb2, data_pb2
 
 _ADMIN = methods_of(admin_pb2.DESCRIPTOR.services_by_name["AdminService"])
+_DATA = methods_of(data_pb2.DESCRIPTOR.services_by_name["DataService"])
+ROTATE_TIMEOUT_S = 600.0  # every tenant's data key is wrapped anew
 
 
 class Keys:
@@ -65,3 +67,26 @@ class Keys:
     async def revoke(self, key_id: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> KeyInfo:
         request = admin_pb2.RevokeKeyRequest(key_id=key_id)
         return key_from((await self._caller.call(_ADMIN["RevokeKey"], request, timeout_s=timeout_s)).info)
+
+
+class Sealing:
+    """Only an operator's key may call these."""
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+
+    async def get(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Encryption:
+        answer = await self._caller.call(_DATA["GetEncryption"], data_pb2.GetEncryptionRequest(), timeout_s=timeout_s)
+        return Encryption(answer.on, answer.wrapped_by, dict(answer.data_keys))
+
+    async def rotate(self, *, timeout_s: float = ROTATE_TIMEOUT_S) -> RotatedEncryption:
+        """Another key wraps all data keys from now on."""
+        request = data_pb2.RotateEncryptionRequest()
+        answer = await self._caller.call(_DATA["RotateEncryption"], request, timeout_s=timeout_s, repeatable=False)
+        return RotatedEncryption(answer.wrapped_by, answer.rewrapped, answer.forgotten)
+
+    async def seal(self, tenant: str = "", *, timeout_s: float | None = None) -> AsyncIterator[SealedItem]:
+        """Seals what still lies in the clear; of every tenant where none is named."""
+        request = data_pb2.SealStoresRequest(tenant_id=tenant)
+        async for each in self._caller.answers(_DATA["SealStores"], request, timeout_s=timeout_s):
+            yield SealedItem(each.tenant_id, each.what, each.problem)

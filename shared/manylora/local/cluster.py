@@ -1,8 +1,8 @@
 """A whole cluster on this machine: etcd, scheduler, routers and workers as supervised child processes, on loopback.
 
 Owns them and the data folder: etcd/, adapters/, logs/, operator.key (which clients of the same user find by the
-router's address), peer.secret and lock. What dies is started again with its id, data and address. Children end with
-their parent.
+router's address), peer.secret, encryption.keys and lock. What dies is started again with its id, data and address.
+Children end with their parent.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ ETCD = "etcd"
 WORKER_MODULE = "manylora_worker"
 SCHEDULER_MODULE = "manylora_scheduler"
 SCHEDULER = "scheduler"
+LOCAL_ENCRYPTION = "local"
 CONNECT_TIMEOUT_S = 60.0
 ETCD_TIMEOUT_S = 5.0  # of one that is given
 POLL_S = 0.05
@@ -94,6 +95,7 @@ class ClusterOptions:
     adapter_store: str = ""  # s3://BUCKET/PREFIX; empty: a folder in `data`
     adapter_store_access: str = ""
     adapter_sources: str = ""
+    encryption: str = ""  # as --encryption of the services, or `local`: a file in `data`; empty: nothing is sealed
     drain_s: float | None = None
     threads: int | None = None  # torch's, a worker; None: three quarters of the cores, shared out
     worker_module: str = WORKER_MODULE
@@ -382,7 +384,13 @@ class LocalCluster:
             "threads": _threads(options, num_cores()),
         }
         flags = [f"--{name}={value}" for name, value in settings.items() if value not in ("", None)]
-        return [*_python(options.worker_module), *self._common("127.0.0.1:0", ready), *flags, *options.worker_flags]
+        flags += self._encryption_flags()
+        return [
+            *_python(options.worker_module),
+            *self._common("127.0.0.1:0", ready),
+            *flags,
+            *options.worker_flags,
+        ]
 
     def _router_command(self, index: int, ready: Mapping[str, Any]) -> list[str]:
         port = self.options.port if index == 0 else 0
@@ -404,8 +412,13 @@ class LocalCluster:
             "drain-s": "" if self.options.drain_s is None else f"{self.options.drain_s:g}",
             "operator-key-file": str(self.key_file) if index == 0 else "",
         }
-        flags = [f"--{name}={value}" for name, value in settings.items() if value]
-        return [*_python("manylora_router"), *self._common(listen, ready), *flags, *self.options.router_flags]
+        flags = [f"--{name}={value}" for name, value in settings.items() if value] + self._encryption_flags()
+        return [
+            *_python("manylora_router"),
+            *self._common(listen, ready),
+            *flags,
+            *self.options.router_flags,
+        ]
 
     def _common(self, listen: str, ready: Mapping[str, Any]) -> list[str]:
         return [
@@ -415,6 +428,13 @@ class LocalCluster:
             f"--metrics-listen={ready.get('metrics') or '127.0.0.1:0'}",
             *self._tls_flags(),
         ]
+
+    def _encryption_flags(self) -> list[str]:
+        """Of routers and workers."""
+        named = self.options.encryption
+        if named == LOCAL_ENCRYPTION:
+            named = f"{LOCAL_ENCRYPTION}:{self._data / 'encryption.keys'}"
+        return [f"--encryption={named}"] if named else []
 
     def _tls_flags(self) -> list[str]:
         if not self.options.tls:

@@ -5,12 +5,12 @@
 # /manylora/scheduler/leader                 SchedulerRecord, bound to the leader's lease; create_revision = epoch
 # /manylora/scheduler/clock                  ClockIndexRecord
 # /manylora/scheduler/clock/<bank>/<part>    a part of the clock's bytes
-# /manylora/scheduler/hot-adapters           HotAdaptersRecord: what new workers load first
 # /manylora/tenants/<tenant_id>              TenantPolicy as YAML text
 # /manylora/adapters/<tenant_id>/<name>      AdapterRecord
 # /manylora/keys/<key_id>                    KeyRecord: an API key's hash, never the key
 # /manylora/answers/<tenant_id>/<digest>     AnswerRecord: of an idempotency key, bound to its router's lease
 # /manylora/schedulers/<scheduler_id>        SchedulerMember, leading or not, bound to its own lease
+# /manylora/data_keys/<owner>                DataKeyRecord: wrapped; a tenant's goes with its policy
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ WORKERS = ROOT + "workers/"
 ROUTERS = ROOT + "routers/"
 SCHEDULER_LEADER = ROOT + "scheduler/leader"
 SCHEDULER_CLOCK = ROOT + "scheduler/clock"
-HOT_ADAPTERS = ROOT + "scheduler/hot-adapters"
 TENANTS = ROOT + "tenants/"
 ADAPTERS = ROOT + "adapters/"
 API_KEYS = ROOT + "keys/"
 ANSWERS = ROOT + "answers/"
 SCHEDULERS = ROOT + "schedulers/"
+DATA_KEYS = ROOT + "data_keys/"
 
 
 def worker(worker_id: str) -> str:
@@ -61,3 +61,7 @@ def answer(tenant_id: str, digest: str) -> str:
 
 def scheduler(scheduler_id: str) -> str:
     return SCHEDULERS + scheduler_id
+
+
+def data_key(owner: str) -> str:
+    return DATA_KEYS + owner

@@ -151,21 +151,6 @@ class WorkerRecord(_JsonRecord):
 
 
 @dataclass(frozen=True)
-class HotAdapter:
-    tenant_id: str
-    uid: str
-
-
-@dataclass(frozen=True)
-class HotAdaptersRecord(_JsonRecord):
-    adapters: tuple[HotAdapter, ...]  # the most used first
-
-    @property
-    def key(self) -> str:
-        return keys.HOT_ADAPTERS
-
-
-@dataclass(frozen=True)
 class RouterRecord(_JsonRecord):
     router_id: str
     address: str
@@ -308,3 +293,15 @@ class KeyRecord(_JsonRecord):
     @property
     def key(self) -> str:
         return keys.api_key(self.key_id)
+
+
+@dataclass(frozen=True)
+class DataKeyRecord(_JsonRecord):
+    owner: str  # a tenant, or behind an @ what is no tenant's
+    key_id: str  # as sealed files name it; hex
+    wrapped_by: str  # the key-encryption key
+    wrapped: str  # base64
+
+    @property
+    def key(self) -> str:
+        return keys.data_key(self.owner)

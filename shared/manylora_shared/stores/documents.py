@@ -1,6 +1,7 @@
 """Small files of tenants in the adapter store, beside the adapters: samples for the quality gate, validation reports.
 
-Owns their paths. A document is replaced whole or not at all.
+Owns their paths. A document is replaced whole or not at all. Where there are keys it is sealed, with its tenant's key
+and under its path.
 """
 
 #     <root>/documents/<tenant>/samples/<name>         replaced by its tenant
@@ -16,12 +17,23 @@ import stat
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
+from manylora_shared.encryption.sealing import (
+    MAGIC,
+    SALT_BYTES,
+    NoKeys,
+    OpeningKeys,
+    SealingKeys,
+    open_bytes,
+    opened,
+    seal,
+)
 from manylora_shared.errors import NotFound
-from manylora_shared.ids import AdapterDigest
-from manylora_shared.stores.adapter_files import DOCUMENTS, FILE_NAMES, INCOMING, object_path, open_regular
+from manylora_shared.ids import AdapterUid
+from manylora_shared.stores.adapter_files import DOCUMENTS, FILE_NAMES, INCOMING, LocalAdapterFiles
 from manylora_shared.stores.bucket import Bucket, ObjectMissing
+from manylora_shared.stores.bucket_files import place_of
 
 SAMPLES = "samples"
 REPORTS = "reports"
@@ -62,26 +74,51 @@ class Documents(Protocol):
     async def get(self, path: str) -> bytes:
         """Raises NotFound."""
 
+    async def seal(self, path: str) -> bool:
+        """Where it lies in the clear. Whether it did. Raises NotFound."""
+
     async def held(self, tenant_id: str = "", kind: str = "") -> list[Document]:
         """kind: with a tenant alone."""
 
     async def delete(self, path: str) -> None:
         """What is gone is fine."""
 
-    def adapter(self, digest: AdapterDigest) -> AsyncIterator[tuple[str, bytes]]:
-        """A stored adapter's files: name and next part of each. Raises NotFound, InvalidRequest."""
+    def adapter(self, uid: AdapterUid) -> AsyncIterator[tuple[str, bytes]]:
+        """An owner's stored adapter's files: name and next part of each. Raises NotFound, InvalidRequest, Sealed."""
+
+
+class _Seals:
+    """What both stores do with a document's content."""
+
+    def __init__(self, keys: SealingKeys | None) -> None:
+        self._keys = keys
+        self.opening: OpeningKeys = keys or NoKeys()
+
+    def seal(self, path: str, data: bytes) -> bytes:
+        if self._keys is None:
+            return data
+        return seal(data, path, self._keys.sealing(path.split("/")[1]), secrets.token_bytes(SALT_BYTES))
+
+    def open(self, path: str, data: bytes) -> bytes:
+        return open_bytes(data, path, self.opening)
+
+    def changes(self, data: bytes) -> bool:
+        """Whether sealing what is stored so changes it."""
+        return self._keys is not None and not data.startswith(MAGIC)
 
 
 class LocalDocuments:
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, keys: SealingKeys | None = None) -> None:
         self._root = root
+        self._seals = _Seals(keys)
+        self._files = LocalAdapterFiles(root, keys=keys)
 
     async def put(self, path: str, data: bytes) -> None:
         await asyncio.to_thread(self._put, path, data)
 
     async def get(self, path: str) -> bytes:
         try:
-            return await asyncio.to_thread((self._root / path).read_bytes)
+            return await asyncio.to_thread(self._get, path)
         except (FileNotFoundError, NotADirectoryError):
             raise NotFound(f"{path.rpartition('/')[2]}: there is none") from None
 
@@ -91,16 +128,27 @@ class LocalDocuments:
     async def delete(self, path: str) -> None:
         await asyncio.to_thread((self._root / path).unlink, missing_ok=True)
 
-    async def adapter(self, digest: AdapterDigest) -> AsyncIterator[tuple[str, bytes]]:
+    async def adapter(self, uid: AdapterUid) -> AsyncIterator[tuple[str, bytes]]:
+        folder = self._root / await asyncio.to_thread(self._files.place_of, uid)
         for name in FILE_NAMES:
-            with await asyncio.to_thread(self._open, digest, name) as file:
+            with await asyncio.to_thread(self._files.open, folder / name, name) as file:
                 while part := await asyncio.to_thread(file.read, _PART_BYTES):
                     yield name, part
 
-    def _open(self, digest: AdapterDigest, name: str) -> IO[bytes]:
-        return open(open_regular(self._root / object_path(digest) / name, field=name), "rb")
+    async def seal(self, path: str) -> bool:
+        return await asyncio.to_thread(self._seal, path)
+
+    def _seal(self, path: str) -> bool:
+        data = (self._root / path).read_bytes()
+        if is_plain := self._seals.changes(data):
+            self._put(path, data)
+        return is_plain
+
+    def _get(self, path: str) -> bytes:
+        return self._seals.open(path, (self._root / path).read_bytes())
 
     def _put(self, path: str, data: bytes) -> None:
+        data = self._seals.seal(path, data)
         target = self._root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         # a folder as an adapter's on its way has: what a crash leaves is swept with those
@@ -130,11 +178,12 @@ class LocalDocuments:
 
 
 class BucketDocuments:
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket, *, keys: SealingKeys | None = None) -> None:
         self._bucket = bucket
+        self._seals = _Seals(keys)
 
     async def put(self, path: str, data: bytes) -> None:
-        await asyncio.to_thread(self._bucket.put_bytes, path, data)
+        await asyncio.to_thread(self._put, path, data)
 
     async def get(self, path: str) -> bytes:
         try:
@@ -151,18 +200,34 @@ class BucketDocuments:
     async def delete(self, path: str) -> None:
         await asyncio.to_thread(self._bucket.delete, [path])
 
-    async def adapter(self, digest: AdapterDigest) -> AsyncIterator[tuple[str, bytes]]:
+    async def adapter(self, uid: AdapterUid) -> AsyncIterator[tuple[str, bytes]]:
+        folder = await asyncio.to_thread(place_of, self._bucket, uid)
         for name in FILE_NAMES:
             try:
-                parts = await asyncio.to_thread(self._parts, f"{object_path(digest)}/{name}")
+                parts = await asyncio.to_thread(self._parts, f"{folder}/{name}", name)
                 while (part := await asyncio.to_thread(next, parts, None)) is not None:
                     for first in range(0, len(part), _PART_BYTES):
                         yield name, part[first : first + _PART_BYTES]
             except ObjectMissing:
                 raise NotFound(f"{name}: is missing in the adapter store") from None
 
+    def _put(self, path: str, data: bytes) -> None:
+        self._bucket.put_bytes(path, self._seals.seal(path, data))
+
+    async def seal(self, path: str) -> bool:
+        return await asyncio.to_thread(self._seal, path)
+
+    def _seal(self, path: str) -> bool:
+        data = self._stored(path)
+        if is_plain := self._seals.changes(data):
+            self._put(path, data)
+        return is_plain
+
     def _get(self, path: str) -> bytes:
+        return self._seals.open(path, self._stored(path))
+
+    def _stored(self, path: str) -> bytes:
         return b"".join(self._bucket.parts(self._bucket.head(path)))
 
-    def _parts(self, path: str) -> Iterator[bytes]:
-        return self._bucket.parts(self._bucket.head(path))
+    def _parts(self, path: str, name: str) -> Iterator[bytes]:
+        return opened(self._bucket.parts(self._bucket.head(path)), name, self._seals.opening)

@@ -15,7 +15,7 @@ from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Store
 from manylora_shared.coordination.records import AdapterRecord
 from manylora_shared.errors import InvalidRequest, NotFound, Overloaded
-from manylora_shared.ids import AdapterDigest, is_valid_name, name_problem
+from manylora_shared.ids import AdapterDigest, TenantId, adapter_uid, is_valid_name, name_problem
 from manylora_shared.stores.documents import SAMPLES, Document, Documents, path_of
 from manylora_shared.tenancy.adapter_line import AdapterVersion
 from manylora_shared.transport.places import Places
@@ -108,7 +108,8 @@ class AdapterDocuments:
         version = _only([each for each in record.line.served if each.number == wanted], request.number)
         with self._reads.held(f"tenant {tenant_id} that read adapters"):
             yield admin_pb2.ReadAdapterResponse(adapter=adapter_info(record.at(version)))
-            async for name, data in self._documents.adapter(AdapterDigest(version.uid)):
+            uid = adapter_uid(AdapterDigest(version.uid), TenantId(tenant_id))
+            async for name, data in self._documents.adapter(uid):
                 yield admin_pb2.ReadAdapterResponse(chunk=admin_pb2.FileChunk(file_name=name, data=data))
 
     async def _tenant(self, named: str, call: KnownCall) -> str:

@@ -157,7 +157,7 @@ class AdapterIntake:
         """
         pool = self._pool_for(header)
         text = await self._texts.of(pool)
-        incoming = await self._files.begin()
+        incoming = await self._files.begin(TenantId(header.tenant_id))
         samples = bytearray() if takes_samples else None
         try:
             if header.store_path:

@@ -217,7 +217,8 @@ class AdminServicer:
             stored = await self._stored_tenant(tenant_id)
             removed += await self._delete_adapters(tenant_id)
             result = await self._store.txn(
-                [Compare(keys.tenant(tenant_id), stored.mod_revision)], [Delete(keys.tenant(tenant_id))]
+                [Compare(keys.tenant(tenant_id), stored.mod_revision)],
+                [Delete(keys.tenant(tenant_id)), Delete(keys.data_key(tenant_id))],
             )
             if result.succeeded:
                 # Registering an adapter or an API key needs the tenant's record: none comes after this. Some may have

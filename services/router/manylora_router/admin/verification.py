@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from manylora.v1 import admin_pb2
 from manylora_shared.coordination.records import AdapterRecord
-from manylora_shared.ids import AdapterDigest
+from manylora_shared.ids import AdapterDigest, AdapterUid, TenantId, adapter_uid
 from manylora_shared.stores.adapter_files import AdapterFiles
 from manylora_shared.transport.places import Places
 
@@ -28,8 +28,9 @@ class Verification:
     ) -> AsyncIterator[admin_pb2.VerifyAdaptersResponse]:
         """One after the other, in the order given. Raises Overloaded."""
         with self._places.held(f"{account or 'operators'} that verify adapters"):
-            problems: dict[str, str] = {}  # by digest: many names may have the same files
+            problems: dict[AdapterUid, str] = {}  # many names of a tenant may have the same files
             for record in records:
-                if record.uid not in problems:
-                    problems[record.uid] = await self._files.problem(AdapterDigest(record.uid))
-                yield admin_pb2.VerifyAdaptersResponse(adapter=adapter_info(record), problem=problems[record.uid])
+                uid = adapter_uid(AdapterDigest(record.uid), TenantId(record.tenant_id))
+                if uid not in problems:
+                    problems[uid] = await self._files.problem(uid)
+                yield admin_pb2.VerifyAdaptersResponse(adapter=adapter_info(record), problem=problems[uid])

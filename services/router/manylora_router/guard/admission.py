@@ -237,11 +237,8 @@ def admit_caller(
         raise not_found_tenant(tenant)
     if not adapter:
         return policy, None
-    composed = policy.compositions.get(AdapterName(adapter))
-    if composed is not None and line_of(policy.tenant_id, AdapterName(adapter)) is not None:
-        composed = None  # an adapter of this name comes first
     try:
-        asked = parse_reference(composed or adapter)
+        asked = parse_reference(adapter)
     except ReferenceProblem as problem:
         if not _COMPOSES.search(adapter):
             raise not_found_adapter(adapter) from None
@@ -261,7 +258,7 @@ def admit_caller(
         Part(policy.copy_of(AdapterDigest(each.uid)), part.weight) for each, part in zip(found, asked, strict=True)
     )
     parts = tuple(replace(part, version=each.number) for each, part in zip(found, asked, strict=True))
-    name = adapter if composed else format_reference(tuple(replace(part, version=None) for part in asked))
+    name = format_reference(tuple(replace(part, version=None) for part in asked))
     # An answer of several says nothing of one of them.
     rollout = lines[0].rollout if len(lines) == 1 and asked[0].version is None and asked[0].weight == 1.0 else None
     if rollout is None:

@@ -66,6 +66,9 @@ RPCS: Mapping[str, Rule] = {
     "AdminService/Drain": _act(Scope.CLUSTER_WRITE),
     "AdminService/DropWorkerCaches": _act(Scope.CLUSTER_WRITE),
     "AdminService/GetStatus": _METRICS,
+    "DataService/GetEncryption": Rule((Scope.METRICS_READ,), is_clusters=True),
+    "DataService/RotateEncryption": _act(Scope.CLUSTER_WRITE),
+    "DataService/SealStores": _act(Scope.CLUSTER_WRITE),
 }
 
 # A path that ends in `/` has something behind it.

@@ -13,8 +13,12 @@ from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
 import torch
+from manylora_shared.encryption.keyring import Keyring
+from manylora_shared.encryption.sealing import OpeningKeys
+from manylora_shared.encryption.settings import opening_keys
 from manylora_shared.errors import ManyloraError
 from manylora_shared.ids import AdapterUid
+from manylora_shared.process.config import ConfigError
 from manylora_shared.process.cores import num_cores
 from manylora_shared.stores.access import access_of
 from manylora_shared.stores.bucket import Bucket, is_bucket
@@ -128,8 +132,10 @@ def build_rank(config: WorkerConfig, group: RankGroup | None, notify: Callable[[
     device_runner = _device_runner(loaded, weights, config) if is_gpu and weights is not None else None
     runner = device_runner or _reference_runner(loaded, weights, config)
     base = loaded.adapter_base(config.model_aliases)
-    reader = _reader(base, config, is_gpu=is_gpu)
-    store = _store(config)
+    keyring = _keyring(config)
+    keys = opening_keys(keyring)
+    reader = _reader(base, config, keys, is_gpu=is_gpu)
+    store = _store(config, keys)
     backend = TorchAdapterBackend(
         store,
         reader,
@@ -153,33 +159,41 @@ def build_rank(config: WorkerConfig, group: RankGroup | None, notify: Callable[[
     )
     validator = ThreadValidator(
         store,
-        lambda folder: _report(folder, reader.check(folder), base),
+        lambda folder: _report(folder, reader.check(folder), base, keys),
         backend.lends,
         lambda folder, uid: _largest_update(reader, base, folder, uid),
     )
     constraints = None
     if group is None or group.rank == 0:
         constraints = ConstraintCompiler(lambda: read_vocabulary(config.model, spec), notify)
-    return EngineParts(runner, backend, model, validator, constraints)
+    return EngineParts(runner, backend, model, validator, constraints, keyring)
 
 
-def _store(config: WorkerConfig) -> AdapterStore:
+def _keyring(config: WorkerConfig) -> Keyring | None:
+    """Raises ModelRefused."""
+    try:
+        return config.keyring()
+    except ConfigError as error:
+        raise ModelRefused(str(error)) from error
+
+
+def _store(config: WorkerConfig, keys: OpeningKeys) -> AdapterStore:
     """Raises ModelRefused where there can be none."""
     if not is_bucket(str(config.adapter_store)):
-        return FolderStore(Path(config.adapter_store))
+        return FolderStore(Path(config.adapter_store), keys)
     try:
         bucket = Bucket(config.adapter_store, access_of(config.adapter_store_access))
-        return BucketStore(bucket, DiskCache(config.adapter_cache, config.adapter_cache_mb * MIB))
+        return BucketStore(bucket, DiskCache(config.adapter_cache, config.adapter_cache_mb * MIB), keys)
     except (ValueError, OSError) as error:
         raise ModelRefused(f"--adapter-store {config.adapter_store}: {error}") from error
 
 
-def _reader(base: AdapterBase, config: WorkerConfig, *, is_gpu: bool) -> AdapterReader:
+def _reader(base: AdapterBase, config: WorkerConfig, keys: OpeningKeys, *, is_gpu: bool) -> AdapterReader:
     """Beside a GPU, processes: there the engine's thread launches kernels, and waits for every other Python thread."""
     limits = AdapterLimits(max_rank=config.max_lora_rank)
     if not is_gpu:
-        return LocalReader(base, limits)
-    return ReaderProcesses(base, limits, HostMemory(config.host_adapter_bytes))
+        return LocalReader(base, limits, keys)
+    return ReaderProcesses(base, limits, HostMemory(config.host_adapter_bytes), keys=keys)
 
 
 def _num_readers() -> int:
@@ -260,8 +274,8 @@ def _warm_up(runner: DeviceModelRunner, device: torch.device) -> None:
     )  # fmt: skip
 
 
-def _report(folder: Path, layout: Layout, base: AdapterBase) -> AdapterReport:
-    coverage = coverage_of(folder, layout, base)
+def _report(folder: Path, layout: Layout, base: AdapterBase, keys: OpeningKeys) -> AdapterReport:
+    coverage = coverage_of(folder, layout, base, keys)
     return AdapterReport(
         max_lora_rank=max(module.rank for module in coverage.modules),
         size_bytes=elements_of(layout) * base.dtype.itemsize,

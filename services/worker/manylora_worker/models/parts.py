@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from manylora_shared.encryption.keyring import Keyring
+
 from manylora_worker.constraints.compiler import ConstraintCompiler
 from manylora_worker.kinds.api import AdapterBackend, ModelRunner
 from manylora_worker.weights.adapter_check import AdapterValidator
@@ -30,3 +32,4 @@ class EngineParts:
     model: ModelInfo
     validator: AdapterValidator
     constraints: ConstraintCompiler | None = None  # None: the model has no tokenizer
+    keyring: Keyring | None = None  # None: nothing sealed is opened; else it waits for its start

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from manylora_shared.encryption.sealing import NoKeys, OpeningKeys
 from manylora_shared.errors import FieldViolation
 from manylora_shared.stores.adapter_files import WEIGHTS_NAME
 
@@ -17,19 +18,20 @@ from manylora_worker.weights.source import (
     MAX_REPORTED,
     AdapterBase,
     AdapterInvalid,
+    open_adapter_file,
 )
 
 _MAX_LEFT_OUT = 16  # that are named
 
 
-def coverage_of(folder: Path, layout: Layout, base: AdapterBase) -> Coverage:
+def coverage_of(folder: Path, layout: Layout, base: AdapterBase, keys: OpeningKeys | None = None) -> Coverage:
     """Of a file that a reader found good. Raises AdapterInvalid where a tensor belongs to nothing that is computed."""
     modules = sorted(
         ChangedModule(base.sites[placed.site].slots[slot].path, stop - start)
         for placed in layout
         for slot, start, stop, _ in placed.slots
     )
-    names = _tensor_names(folder / WEIGHTS_NAME)
+    names = _tensor_names(folder / WEIGHTS_NAME, keys or NoKeys())
     paths = {module.path for module in modules}
     left_out = [name for name in names if any(_lies_under(name, part) for part in base.left_out)]
     unused = [name for name in names if name not in set(left_out) and not _belongs(name, paths)]
@@ -49,8 +51,8 @@ def _belongs(name: str, paths: set[str]) -> bool:
     return name.startswith(KEY_PREFIX) and any(".".join(parts[:n]) in paths for n in range(1, len(parts)))
 
 
-def _tensor_names(path: Path) -> list[str]:
-    with path.open("rb") as file:
+def _tensor_names(path: Path, keys: OpeningKeys) -> list[str]:
+    with open_adapter_file(path, keys) as file:
         header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
         header = json.loads(file.read(min(header_bytes, MAX_HEADER_BYTES)))
     return sorted(name for name in header if name != "__metadata__")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+from manylora_shared.encryption.sealing import OpeningKeys
 from manylora_shared.ids import AdapterUid
 
 from manylora_worker.weights.layout import HostAdapter, Layout
@@ -35,16 +36,17 @@ class AdapterReader(Protocol):
 class LocalReader:
     """Into unpinned memory, for a worker without a device."""
 
-    def __init__(self, base: AdapterBase, limits: AdapterLimits) -> None:
+    def __init__(self, base: AdapterBase, limits: AdapterLimits, keys: OpeningKeys | None = None) -> None:
         self._base = base
         self._limits = limits
+        self._keys = keys
         self._scratch = Scratch()
 
     def read(self, folder: Path, uid: AdapterUid) -> HostAdapter:
-        return read_adapter(folder, self._base, self._limits, uid=uid, scratch=self._scratch)
+        return read_adapter(folder, self._base, self._limits, uid=uid, scratch=self._scratch, keys=self._keys)
 
     def check(self, folder: Path) -> Layout:
-        return read_adapter(folder, self._base, self._limits).layout
+        return read_adapter(folder, self._base, self._limits, keys=self._keys).layout
 
     def free(self, adapter: HostAdapter) -> None:
         pass

@@ -24,6 +24,7 @@ from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any
 
+from manylora_shared.encryption.sealing import MAX_HEADER_BYTES, Header, NoKeys, OpeningKeys, SealBroken
 from manylora_shared.errors import FieldViolation
 from manylora_shared.ids import AdapterUid
 from manylora_shared.process.config import environment
@@ -58,12 +59,19 @@ class ReaderProcesses:
     # A reader that dies, is late or makes no sense is killed and fails only its call. Its memory is given out again
     # once it has ended; if it hangs in the kernel, that memory is lost and the log says so.
     def __init__(
-        self, base: AdapterBase, limits: AdapterLimits, memory: HostMemory, *, patience_s: float = _PATIENCE_S
+        self,
+        base: AdapterBase,
+        limits: AdapterLimits,
+        memory: HostMemory,
+        *,
+        patience_s: float = _PATIENCE_S,
+        keys: OpeningKeys | None = None,
     ) -> None:
         self._base = base
         self._limits = limits
         self._memory = memory
         self._patience_s = patience_s
+        self._keys = keys or NoKeys()
         self._paths = [slot.path for site in base.sites for slot in site.slots]
         self._layouts: OrderedDict[tuple[int, ...], Layout] = OrderedDict()
         self._lock = threading.Lock()
@@ -93,11 +101,12 @@ class ReaderProcesses:
         self._memory.close()
 
     def _call(self, folder: Path, uid: AdapterUid | None) -> tuple[Layout, Tensor | None]:
+        key = _key_of(folder, self._keys)
         reader = self._take()
         buffer: Tensor | None = None
         try:
             deadline = time.monotonic() + self._patience_s + _weights_bytes(folder) / _SLOWEST_BYTES_PER_S
-            reader.say({"folder": str(folder), "uid": uid, "keeps": uid is not None})
+            reader.say({"folder": str(folder), "uid": uid, "keeps": uid is not None, "key": key})
             answer = reader.hear(deadline)
             if uid is not None and "elements" in answer:
                 buffer = self._memory.allocate(answer["elements"], self._base.dtype)
@@ -196,6 +205,22 @@ def _failure_of(error: BaseException) -> ReaderFailed | None:
 
 def _elements(buffer: Tensor | None) -> int:
     return -1 if buffer is None else buffer.numel()
+
+
+def _key_of(folder: Path, keys: OpeningKeys) -> list[str] | None:
+    """What a reader opens the files with; None: they are not sealed, or it will say what is wrong with them.
+
+    Raises Sealed, ServiceUnavailable.
+    """
+    try:
+        with (folder / WEIGHTS_NAME).open("rb") as file:
+            header = Header.of(file.read(MAX_HEADER_BYTES))
+    except (OSError, SealBroken):
+        return None
+    if header is None:
+        return None
+    key = keys.opening(header.owner, header.key_id)
+    return [key.owner, key.key_id, key.secret.hex()]
 
 
 def _weights_bytes(folder: Path) -> int:

@@ -7,7 +7,8 @@ copies other threads' locks. Neither touches a device. Both end with their socke
 # Messages are JSON: the worker must not unpickle what a parser of tenants' files says.
 #
 #     reader    {"pid"}                       once
-#     worker    {"folder", "uid", "keeps"}    uid: what it shall be, or null; keeps: put the weights in memory
+#     worker    {"folder", "uid", "keeps", "key"}    uid: what it shall be, or null; keeps: put the weights in memory;
+#                                                    key: [owner, id, secret in hex] of sealed files, or null
 #     reader    {"elements"}                  with keeps, when all but the weights' values has been checked
 #     worker    {"offset"}                    bytes in MEMORY_FD's memory; -1: a descriptor of other memory follows
 #     reader    {"ranks"}                     success: the rank at each of the model's slots, 0 for none
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from manylora_shared.encryption.sealing import DataKey, OneKey
 from manylora_shared.errors import ManyloraError
 from manylora_shared.ids import AdapterUid
 from torch import Tensor
@@ -105,15 +107,18 @@ class _Reader:
         self._say({"pid": os.getpid()})
         while True:
             request = json.loads(self._connection.recv_bytes())
-            self._say(self._answer(Path(request["folder"]), request["uid"], keeps=request["keeps"]))
+            self._say(self._answer(Path(request["folder"]), request["uid"], request["key"], keeps=request["keeps"]))
 
     def _say(self, message: dict[str, Any]) -> None:
         self._connection.send_bytes(json.dumps(message).encode())
 
-    def _answer(self, folder: Path, uid: AdapterUid | None, *, keeps: bool) -> dict[str, Any]:
+    def _answer(self, folder: Path, uid: AdapterUid | None, key: list[str] | None, *, keeps: bool) -> dict[str, Any]:
         allocate = {"allocate": self._allocate} if keeps else {}
+        keys = OneKey(DataKey(key[0], key[1], bytes.fromhex(key[2]))) if key is not None else None
         try:
-            adapter = read_adapter(folder, self._base, self._limits, uid=uid, scratch=self._scratch, **allocate)
+            adapter = read_adapter(
+                folder, self._base, self._limits, uid=uid, scratch=self._scratch, keys=keys, **allocate
+            )
         except AdapterInvalid as invalid:
             return {"violations": [[v.field, v.description] for v in invalid.violations]}
         except ConnectionError:

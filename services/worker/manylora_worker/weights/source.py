@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import stat
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import torch
+from manylora_shared.encryption.sealing import NoKeys, OpeningKeys, SealBroken
 from manylora_shared.errors import FieldViolation, InvalidRequest
 from manylora_shared.ids import AdapterUid, adapter_uid, digest_of, owner_of
 from manylora_shared.stores.adapter_files import (
@@ -28,6 +29,7 @@ from manylora_shared.stores.adapter_files import (
     digest_of_content,
     parse_config,
 )
+from manylora_shared.stores.stored_files import StoredFile, stored_file
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -103,28 +105,32 @@ def read_adapter(
     uid: AdapterUid | None = None,
     allocate: Callable[[int, torch.dtype], Tensor] = _empty,
     scratch: Scratch | None = None,
+    keys: OpeningKeys | None = None,
 ) -> HostAdapter:
     """
     Args:
         uid: what it shall be; content with another digest is refused.
         allocate: memory for the weights, [elements]. Called after every check but that of the weights' values.
         scratch: of reads with the same base and limits; None: nothing is kept.
+        keys: for files that are sealed.
 
     Raises:
         AdapterInvalid: with every reason found, MAX_REPORTED at most.
+        Sealed, ServiceUnavailable: the key of a sealed file is not to be had.
     """
     problems = Problems()
     scratch = scratch or Scratch()
-    config_text = _read_config(folder, problems)
+    opening = keys or NoKeys()
+    config_text = _read_config(folder, opening, problems)
     with ExitStack() as files:
-        weights = _open_weights(folder, base, limits, files, problems)
+        weights = _open_weights(folder, base, limits, opening, files, problems)
         kind = packing = None
         if config_text is not None and weights is not None:
             owner = owner_of(uid) if uid is not None else None
             kind = kind_of(owner, config_text, weights.header, weights.size_bytes)
             packing = scratch.packing(kind)
         if packing is None:
-            packing = _check(folder, config_text, weights, base, limits, problems)
+            packing = _check(config_text, weights, base, limits, problems)
         _raise_if_any(problems)
         assert kind is not None
         assert packing is not None
@@ -155,43 +161,49 @@ def _raise_if_any(problems: Problems) -> None:
         raise AdapterInvalid.of_all(found)
 
 
-def _regular_file_bytes(path: Path, problems: Problems, *, missing: str = "missing") -> int | None:
-    """None, and a problem, where it is no plain file or reached through a symlink."""
+def _is_regular_file(path: Path, problems: Problems, *, missing: str = "missing") -> bool:
+    """Else there is a problem, also where it is reached through a symlink."""
     try:
-        status = path.lstat()
+        mode = path.lstat().st_mode
     except OSError:
         problems.add(path.name, missing)
-        return None
-    if not stat.S_ISREG(status.st_mode):
-        kind = "a symlink" if stat.S_ISLNK(status.st_mode) else "not a plain file"
-        problems.add(path.name, f"is {kind}")
-        return None
-    return status.st_size
+        return False
+    if not stat.S_ISREG(mode):
+        problems.add(path.name, f"is {'a symlink' if stat.S_ISLNK(mode) else 'not a plain file'}")
+        return False
+    return True
 
 
-def _read_config(folder: Path, problems: Problems) -> bytes | None:
+def _read_config(folder: Path, keys: OpeningKeys, problems: Problems) -> bytes | None:
     if folder.is_symlink():
         problems.add("path", "is a symlink")
         return None
     if not folder.is_dir():
         problems.add("path", "is not a folder")
         return None
-    size_bytes = _regular_file_bytes(folder / CONFIG_NAME, problems)
-    if size_bytes is None:
-        return None
-    if size_bytes > MAX_CONFIG_BYTES:
-        problems.add(CONFIG_NAME, f"has {size_bytes} bytes; the limit is {MAX_CONFIG_BYTES}")
+    path = folder / CONFIG_NAME
+    if not _is_regular_file(path, problems):
         return None
     try:
-        return (folder / CONFIG_NAME).read_bytes()
+        with open_adapter_file(path, keys) as file:
+            if file.plain_bytes <= MAX_CONFIG_BYTES:
+                return file.read(MAX_CONFIG_BYTES + 1)
+            problems.add(CONFIG_NAME, f"has {file.plain_bytes} bytes; the limit is {MAX_CONFIG_BYTES}")
+    except SealBroken as error:
+        problems.violations += error.violations
     except OSError as error:
         problems.add(CONFIG_NAME, f"is not readable ({error})")
     return None
 
 
+def open_adapter_file(path: Path, keys: OpeningKeys) -> StoredFile:
+    """Raises OSError, SealBroken, Sealed, ServiceUnavailable."""
+    return stored_file(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path.name, keys)
+
+
 @dataclass(frozen=True)
 class _WeightFile:
-    stream: BufferedReader
+    stream: StoredFile
     size_bytes: int
     header: bytes  # JSON
 
@@ -199,19 +211,20 @@ class _WeightFile:
         """[bytes] uint8, valid until the thread takes from `scratch` again."""
         try:
             content = scratch.take(self.size_bytes)
-            self.stream.seek(0)
-            if self.stream.readinto(content.numpy()) == self.size_bytes and not self.stream.read(1):
+            if self.stream.fill(content.numpy()):
                 start = LENGTH_BYTES + len(self.header)
                 if content[LENGTH_BYTES:start].numpy().tobytes() == self.header:
                     return content
             problems.add(WEIGHTS_NAME, _CHANGED)
+        except SealBroken as error:
+            problems.violations += error.violations
         except OSError as error:
             problems.add(WEIGHTS_NAME, f"is not readable ({error})")
         return None
 
 
 def _open_weights(
-    folder: Path, base: AdapterBase, limits: AdapterLimits, files: ExitStack, problems: Problems
+    folder: Path, base: AdapterBase, limits: AdapterLimits, keys: OpeningKeys, files: ExitStack, problems: Problems
 ) -> _WeightFile | None:
     """`files` closes it."""
     path = folder / WEIGHTS_NAME
@@ -220,19 +233,18 @@ def _open_weights(
     missing = "missing"
     if (folder / PICKLE_NAME).exists():
         missing = f"missing; {PICKLE_NAME} is a pickle, which is never loaded: save the adapter as safetensors"
-    size_bytes = _regular_file_bytes(path, problems, missing=missing)
-    if size_bytes is None:
-        return None
-    if size_bytes > limits.max_file_bytes:
-        problems.add(WEIGHTS_NAME, f"has {size_bytes} bytes; the limit is {limits.max_file_bytes}")
+    if not _is_regular_file(path, problems, missing=missing):
         return None
     try:
-        stream = files.enter_context(path.open("rb"))
+        stream = files.enter_context(open_adapter_file(path, keys))
+        if stream.plain_bytes > limits.max_file_bytes:
+            problems.add(WEIGHTS_NAME, f"has {stream.plain_bytes} bytes; the limit is {limits.max_file_bytes}")
+            return None
         header_bytes = int.from_bytes(stream.read(LENGTH_BYTES), "little")
         if header_bytes > MAX_HEADER_BYTES:
             problems.add(WEIGHTS_NAME, f"its header has {header_bytes} bytes; the limit is {MAX_HEADER_BYTES}")
             return None
-        weights = _WeightFile(stream, size_bytes, stream.read(header_bytes))
+        weights = _WeightFile(stream, stream.plain_bytes, stream.read(header_bytes))
         # Counted before anything is parsed: each tensor opens a brace, beside the header and its metadata.
         num_tensors, limit = weights.header.count(b"{") - 2, max(MAX_TENSORS, 4 * len(base.modules))
         if num_tensors > limit:
@@ -241,13 +253,14 @@ def _open_weights(
             problems.add(WEIGHTS_NAME, f"its header has more values than those of {limit} tensors")
         else:
             return weights
+    except SealBroken as error:
+        problems.violations += error.violations
     except OSError as error:
         problems.add(WEIGHTS_NAME, f"is not readable ({error})")
     return None
 
 
 def _check(
-    folder: Path,
     config_text: bytes | None,
     weights: _WeightFile | None,
     base: AdapterBase,
@@ -262,7 +275,7 @@ def _check(
             settings = parse_settings(config, base_names=base.names, max_rank=limits.max_rank, problems=problems)
         except InvalidRequest as error:
             problems.violations += error.violations
-    tensors = None if weights is None else _tensors_of(folder / WEIGHTS_NAME, weights, problems)
+    tensors = None if weights is None else _tensors_of(weights, problems)
     scales = {} if tensors is None else _check_tensors(tensors, settings, base, problems)
     if problems.violations:
         return None
@@ -275,10 +288,10 @@ def _check(
     return Packing.of(config, modules, base.sites, base.dtype)
 
 
-def _tensors_of(path: Path, weights: _WeightFile, problems: Problems) -> dict[str, _TensorInfo] | None:
+def _tensors_of(weights: _WeightFile, problems: Problems) -> dict[str, _TensorInfo] | None:
     """Read only after the safetensors library has found the file sound."""
     try:
-        with safe_open(path, framework="pt") as file:
+        with _outline(weights) as path, safe_open(path, framework="pt") as file:
             views = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
             seen = {key: (view.get_dtype(), list(view.get_shape())) for key, view in views.items()}
     except (OSError, SafetensorError) as error:
@@ -298,6 +311,16 @@ def _tensors_of(path: Path, weights: _WeightFile, problems: Problems) -> dict[st
         pass
     problems.add(WEIGHTS_NAME, _CHANGED)
     return None
+
+
+@contextmanager
+def _outline(weights: _WeightFile) -> Iterator[str]:
+    """A file with its header and its length, and nothing behind: what the library looks at is in the clear."""
+    with open(os.memfd_create("manylora-outline", os.MFD_CLOEXEC), "wb") as file:
+        file.write(len(weights.header).to_bytes(LENGTH_BYTES, "little") + weights.header)
+        file.truncate(weights.size_bytes)
+        file.flush()
+        yield f"/proc/self/fd/{file.fileno()}"
 
 
 def _lies_in(data_bytes: int, entry: Mapping[str, Any]) -> bool:

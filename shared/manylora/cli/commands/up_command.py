@@ -99,6 +99,13 @@ AdapterStoreAccess = Annotated[
 AdapterSources = Annotated[
     str, typer.Option(help="YAML file of the places that tenants may name as sources of adapters.")
 ]
+Encryption = Annotated[
+    str,
+    typer.Option(
+        help="Seal what is stored of tenants: local (keys in --data), local:FILE, aws-kms:ARN or vault:URL#KEY; "
+        "default: nothing is sealed. MANYLORA_ENCRYPTION_ACCESS names the YAML file of what the service asks for."
+    ),
+]
 DrainS = Annotated[
     float | None,
     typer.Option(min=0, help="Seconds that running requests may go on at the end; default: the worker's choice."),
@@ -149,6 +156,7 @@ def up(
     adapter_store: AdapterStore = "",
     adapter_store_access: AdapterStoreAccess = "",
     adapter_sources: AdapterSources = "",
+    encryption: Encryption = "",
     drain_s: DrainS = None,
 ) -> None:
     """Run a local cluster in the foreground; prints one JSON line when it serves."""
@@ -184,6 +192,7 @@ def up(
         adapter_store=adapter_store,
         adapter_store_access=adapter_store_access,
         adapter_sources=adapter_sources,
+        encryption=encryption,
         drain_s=drain_s,
     )
     run(cluster.up(options, tenants), as_json=False)

@@ -128,6 +128,8 @@ def main() -> NoReturn:
         logs.setup("worker", config.log_level, instance_id=f"rank-{order.rank}")
         group = RankGroup(order.rank, config.tensor_parallel, torch.device(config.device), order.store)
         parts = build_rank(config, group, line.wake)
+        if parts.keyring is not None:
+            parts.keyring.start_apart(lambda: config.etcd_store()[0])
         line.say(ready=True)
         _Follower(line, parts).serve()
     except (EOFError, ConnectionError):
