@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from manylora.v1 import admin_pb2, common_pb2, data_pb2, inference_pb2, status_pb2
-from manylora_shared.audit.verify import Segment
-from manylora_shared.coordination.records import AuditHeadRecord
 from manylora_shared.errors import (
     AlreadyExists,
     FieldViolation,
@@ -54,9 +51,6 @@ class FakeRouter:
     scores: list[tuple[str, str, float]] = field(default_factory=list)  # tenant, request and score
     sealed: list[data_pb2.SealStoresResponse] = field(default_factory=list)
     is_sealing: bool = True
-    audit_segments: list[Segment] = field(default_factory=list)
-    audit_heads: list[AuditHeadRecord] = field(default_factory=list)
-    silent_router_ids: list[str] = field(default_factory=list)
     tells_tenant_alone: bool = False
     """Answers `get_status` as a router does to a key of a tenant."""
 
@@ -101,7 +95,6 @@ class FakeRouter:
                     "GetAdapterLine": self.change_line,
                     "CreateKey": self.create_key,
                     "ListKeys": self.list_keys,
-                    "ReadAudit": self.read_audit,
                     "RevokeKey": self.revoke_key,
                     "RotateKey": self.rotate_key,
                     "LiftQuarantine": self.lift_quarantine,
@@ -228,7 +221,7 @@ class FakeRouter:
             raise InvalidRequest.of_all([FieldViolation(f"field-{i}", f"line {i + 1}: {'x' * 80}") for i in range(30)])
         if "bad" in request.policy_yaml:
             raise InvalidRequest.of("classes.batch.weight", "line 2: must be a whole number")
-        tenant_id = request.policy_yaml.split("tenant_id:")[1].split()[0]
+        tenant_id = request.policy_yaml.split("tenant_id:")[1].split()[0].strip('"')
         before, version = self.tenants.get(tenant_id, ("", 0))
         if request.HasField("expected_version") and request.expected_version != version:
             raise VersionConflict(f"expected_version: tenant {tenant_id} is at version {version}")
@@ -307,18 +300,6 @@ class FakeRouter:
         adapter.number = request.number or 7
         return admin_pb2.GetAdapterReportResponse(adapter=adapter, report=json.dumps(REPORT).encode())
 
-    async def read_audit(
-        self, request: admin_pb2.ReadAuditRequest, call: ServerCall
-    ) -> AsyncIterator[admin_pb2.ReadAuditResponse]:
-        heads = [admin_pb2.AuditHead(**dataclasses.asdict(head)) for head in self.audit_heads]
-        yield admin_pb2.ReadAuditResponse(heads=heads)
-        for segment in self.audit_segments:
-            for data in (segment.data[:100], segment.data[100:]):
-                part = admin_pb2.AuditPart(chain=segment.chain, number=segment.number, data=data)
-                yield admin_pb2.ReadAuditResponse(part=part)
-        for router_id in self.silent_router_ids:
-            yield admin_pb2.ReadAuditResponse(silent_router_id=router_id)
-
     async def read_adapter(
         self, request: admin_pb2.ReadAdapterRequest, call: ServerCall
     ) -> AsyncIterator[admin_pb2.ReadAdapterResponse]:
@@ -381,8 +362,6 @@ class FakeRouter:
             tenant_id=request.tenant_id,
             scopes=request.scopes,
             role=request.role,
-            requests_per_min=request.requests_per_min,
-            tokens_per_min=request.tokens_per_min,
             name=request.name,
             created_unix_s=1.0,
         )

@@ -24,6 +24,12 @@ MAX_TOKENS = 24
 ROUNDS = 3
 
 DEVICE_ADAPTER_MB = 0.28
+# the one by a name of the policy, the other as a request writes it; PEFT's sum is of the kind `cat`
+COMPOSED = {
+    "mix": {"all-linear": 1.0, "rank-1": -0.7},
+    "written": {"rank-1": 0.5, "all-linear": 0.25},
+}
+ASKED = {"written": "rank-1:0.5+all-linear:0.25"}
 WORKER_FLAGS = (
     "--num-blocks=40",
     "--block-size=4",
@@ -49,17 +55,19 @@ async def test_cluster_equals_peft(family: str, tmp_path: Path) -> None:
     requests = [
         (adapter, [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice((1, 3, 8, 21, 40)))])
         for _ in range(ROUNDS)
-        for adapter in (None, *folders)
+        for adapter in (None, *folders, *COMPOSED)
     ]
     model.set_attn_implementation("eager")  # transformers' sdpa leaves out Gemma 2's soft cap of the scores
     reference = Reference(model, folders)
+    for name, weights in COMPOSED.items():
+        reference.compose(name, weights)
     expected = [reference.greedy(prompt, adapter, MAX_TOKENS) for adapter, prompt in requests]
 
     options = ClusterOptions(
         model=tmp_path / "model", model_name=family, data=tmp_path / "data", workers=1, worker_flags=WORKER_FLAGS
     )
     async with LocalCluster(options) as cluster, Client(cluster.router, tenant=TENANT) as client:
-        await client.tenants.apply(f"tenant_id: {TENANT}")
+        await client.tenants.apply(f"tenant_id: {TENANT}\nadapters: {{compose: {{mix: all-linear+rank-1:-0.7}}}}\n")
         added = [await client.adapters.add(TENANT, name, folder) for name, folder in folders.items()]
         assert sum(adapter.size_bytes for adapter in added) > 1.3 * DEVICE_ADAPTER_MB * 2**20, (
             "all fit: nothing is evicted"
@@ -69,7 +77,7 @@ async def test_cluster_equals_peft(family: str, tmp_path: Path) -> None:
             await asyncio.sleep(rng.uniform(0, 0.5))
             result = await client.complete(
                 prompt,
-                adapter=adapter or "",
+                adapter=ASKED.get(adapter or "", adapter or ""),
                 max_tokens=MAX_TOKENS,
                 sampling=Sampling(temperature=0),
                 ignore_eos=True,
@@ -78,7 +86,9 @@ async def test_cluster_equals_peft(family: str, tmp_path: Path) -> None:
             return list(result.token_ids)
 
         async def give_up(adapter: str | None, prompt: list[int]) -> None:
-            async with client.generate(prompt, adapter=adapter or "", max_tokens=80, ignore_eos=True) as stream:
+            async with client.generate(
+                prompt, adapter=ASKED.get(adapter or "", adapter or ""), max_tokens=80, ignore_eos=True
+            ) as stream:
                 async for _ in stream:
                     if rng.random() < 0.3:
                         return

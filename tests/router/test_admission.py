@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -248,6 +249,27 @@ def test_callers() -> None:
     assert adapter.uid == f"{adapter.digest}@acme"
     with pytest.raises(InvalidRequest, match="x-tenant-id"):
         caller("")
+
+
+def test_a_name_of_the_policy_stands_for_several() -> None:
+    policy = replace(
+        ACME,
+        compositions={AdapterName("both"): "upper+lower:0.5", AdapterName("twin"): "lower", AdapterName("gone"): "x"},
+    )
+
+    def asked(adapter: str) -> Any:
+        return admit_caller(
+            "acme", adapter, lambda t: policy, lambda t, name: LINES.get((t, name)), StickyKeys("r"), lambda pool: 32
+        )[1]
+
+    both, written = asked("both"), caller("acme", "upper+lower:0.5")[1]
+    assert (both.name, both.uid, both.parts) == ("both", written.uid, written.parts)
+    assert both.reference == "upper@1+lower@1:0.5", "what answers is told"
+    assert asked("twin").uid == f"{'a' * 64}@acme", "an adapter of the name comes first"
+    with pytest.raises(NotFound, match="'x'"):
+        asked("gone")
+    with pytest.raises(NotFound, match="'both'"):
+        asked("both+upper")
 
 
 def test_compositions() -> None:

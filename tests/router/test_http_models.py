@@ -6,7 +6,8 @@ import openai
 import pytest
 from http_fakes import http_front
 from manylora.v1 import inference_pb2
-from manylora_shared.ids import QosClass
+from manylora_shared.coordination import keys
+from manylora_shared.ids import QosClass, TenantId
 from openai.types import Model
 from router_fakes import LIST_MODELS, until
 
@@ -25,6 +26,21 @@ async def test_the_base_and_the_callers_adapters() -> None:
             assert (await client.models.retrieve(name)).id == "upper"
         with pytest.raises(openai.NotFoundError):
             await client.models.retrieve("secret")  # another tenant's
+
+
+async def test_a_composition_of_the_policy_is_among_them() -> None:
+    async with http_front() as front, front.openai() as client:
+        store = front.cluster.store
+        kv = await store.get(keys.tenant("acme"))
+        assert kv is not None
+        await store.put(kv.key, kv.value + b"\nadapters: {compose: {loud: 'upper:0.5', upper: 'lower', none: 'x'}}\n")
+        await until(lambda: bool(front.cluster.app.directory.policy_of(TenantId("acme")).compositions))
+        rows = (await client.models.with_raw_response.list()).http_response.json()["data"]
+        assert [(row["id"], row["root"], row["parent"]) for row in rows[2:]] == [("loud", "upper:0.5", "tiny")]
+        told = await front.cluster.client.call(
+            LIST_MODELS, inference_pb2.ListModelsRequest(), metadata={"x-tenant-id": "acme"}
+        )
+        assert list(told.adapters) == ["loud", "none", "upper"]
 
 
 async def test_health_and_readiness_need_no_key() -> None:

@@ -7,6 +7,7 @@ import contextlib
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manylora_shared.adapter_reference import AdapterPart, format_reference
 from manylora_shared.errors import InvalidRequest
 from manylora_shared.ids import AdapterDigest, AdapterName, QosClass, TenantId
 from manylora_shared.tenancy.adapter_gate import GateRule, Judge
@@ -56,6 +57,10 @@ gates = st.builds(
     st.integers(1, 600),
 )
 
+compositions = st.dictionaries(names, st.sampled_from([1.0, 0.5, -2.0, 0.125]), min_size=1, max_size=4).map(
+    lambda parts: format_reference(tuple(AdapterPart(AdapterName(name), None, parts[name]) for name in parts))
+)
+
 policies = st.builds(
     TenantPolicy,
     names.map(TenantId),
@@ -67,6 +72,7 @@ policies = st.builds(
     st.none() | names,
     st.booleans(),
     st.none() | gates,
+    st.dictionaries(names.map(lambda name: AdapterName(f"c-{name}"[:40])), compositions, max_size=3),
 )
 
 
@@ -146,6 +152,12 @@ def test_what_is_absent_has_its_default() -> None:
         ("tenant_id: a\nadapters:\n  gate:\n    samples: a\n    min_score: 1.5\n", "adapters.gate.min_score", 5),
         ("tenant_id: a\nadapters:\n  gate: {samples: a, max_drop: -0.1}\n", "adapters.gate.max_drop", 3),
         ("tenant_id: a\nadapters:\n  gate: {samples: A b}\n", "adapters.gate.samples", 3),
+        ("tenant_id: a\nadapters:\n  compose: [a]\n", "adapters.compose", 3),
+        ("tenant_id: a\nadapters:\n  compose: {A b: c}\n", "adapters.compose.'A b'", 3),
+        ("tenant_id: a\nadapters:\n  compose: {x: a+b:0}\n", "adapters.compose.'x'", 3),
+        ("tenant_id: a\nadapters:\n  compose: {x: a+x}\n", "adapters.compose.'x'", 3),
+        ("tenant_id: a\nadapters:\n  compose: {x: [a]}\n", "adapters.compose.'x'", 3),
+        ("tenant_id: a\nadapters:\n  compose:\n    x: a\n    x: b\n", "adapters.compose.'x'", 5),
         ("tenant_id: a\nprefix_cache: friends\n", "prefix_cache", 2),
         ("tenant_id: a\nprefix_cache: {}\n", "prefix_cache", 2),
         ("tenant_id: a\nprefix_cache:\n  group: b\n  groups: [b]\n", "prefix_cache.groups", 4),
@@ -232,6 +244,7 @@ adapters:
   pin: [one, two]
   share_copies: true
   gate: {samples: golden, judge: contains, min_score: 0.9, max_drop: 0, min_gain: 0.25, max_tokens: 64, timeout_s: 30}
+  compose: {both: one+two@3:0.50}
 security: {can_stream: false, data_retention_days: 0}
 """
 
@@ -251,6 +264,7 @@ def test_everything_that_the_grammar_has() -> None:
         TenantSecurity(can_stream=False),
         share_copies=True,
         adapter_gate=GateRule("golden", "contains", 0.9, 0.0, 0.25, 64, 30),
+        compositions={AdapterName("both"): "one+two@3:0.5"},
     )
 
 

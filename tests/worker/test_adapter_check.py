@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -54,6 +54,37 @@ async def test_nothing_outside_the_store_is_looked_at(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest):
             validator.lends(path, UID)
     assert seen == []
+
+
+class HangingStore(FolderStore):
+    """A far one that never brings UID."""
+
+    is_far = True
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.is_over = threading.Event()
+
+    def fetch(self, uid: AdapterUid, lent: str | None) -> None:
+        if uid == UID:
+            self.is_over.wait(60)
+
+
+async def test_fetches_that_hang_hold_up_no_other_check(tmp_path: Path) -> None:
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+    store = HangingStore(tmp_path)
+    validator = ThreadValidator(
+        store, lambda folder: AdapterReport(max_lora_rank=8), lambda *_: nullcontext(), lambda folder, uid: ""
+    )
+    hanging = [asyncio.create_task(validator.validate("x", UID)) for _ in range(2 * MAX_CHECKS)]
+    try:
+        async with asyncio.timeout(10):
+            assert (await validator.validate("y", AdapterUid("cd" * 32))).max_lora_rank == 8
+        assert not any(task.done() for task in hanging)
+    finally:
+        store.is_over.set()
+        await asyncio.gather(*hanging)
 
 
 async def test_so_many_at_a_time(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from manylora_scheduler.core.core import CoreLimits, Order
 from manylora_scheduler.gates.queue_delay import OverloadTargets
 from manylora_scheduler.serving.clock_codec import Legacy
 from manylora_scheduler.serving.clock_keeper import ClockKeeper
+from manylora_scheduler.serving.hot_adapters import HotAdapters
 from manylora_scheduler.serving.rollouts import Rollouts
 from manylora_scheduler.serving.servicer import SchedulerServicer
 from manylora_scheduler.serving.term import Term
@@ -194,13 +195,14 @@ class SchedulerApp:
                 rng=self._rng,
             )
             rollouts = Rollouts(self._store, epoch, self._telemetry, self._clock)
-            self._servicer.term, self._servicer.rollouts = term, rollouts
+            hot = HotAdapters(self._store, epoch)
+            self._servicer.term, self._servicer.rollouts, self._servicer.hot = term, rollouts, hot
             self._telemetry.gauge(Metrics.LEADING, 1)
             try:
                 self._tell_workers(term)
-                await first_of(election.lost(epoch), term.failed(), rollouts.run())
+                await first_of(election.lost(epoch), term.failed(), rollouts.run(), hot.run())
             finally:
-                self._servicer.term = self._servicer.rollouts = None
+                self._servicer.term = self._servicer.rollouts = self._servicer.hot = None
                 await term.close()
 
     async def _load(self, clock: ClockKeeper, election: Election, epoch: int) -> Legacy | None:

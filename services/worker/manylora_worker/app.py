@@ -29,6 +29,7 @@ from manylora_worker.serving.metrics import LOOK_AT_METRICS_S, EngineMetrics, Wo
 from manylora_worker.serving.policy_watch import TenantWatch
 from manylora_worker.serving.registration import Registration
 from manylora_worker.serving.servicer import WorkerServicer
+from manylora_worker.serving.warm_up import warm_up
 from manylora_worker.weights.adapter_check import AdapterValidator
 
 _LOG = logging.getLogger(__name__)
@@ -123,6 +124,8 @@ class WorkerApp:
         services = [guarded(self._servicer.service(), self._peer_secret)]
         self._server = await self._transport.serve(self._config.listen, services)
         await self._tenants.start()
+        if self._config.warm_up_s:
+            await warm_up(self._store, self._runtime, self._tenants.serves, self._config.warm_up_s)
         self._registration = Registration(self._store, self._record(), lease_ttl_s=self._config.lease_ttl_s)
         await self._registration.start()
         if self._runtime.view.failure is None:

@@ -91,6 +91,10 @@ class WorkerConfig(SealingSettings):
         _BY_DEVICE,
         "MiB that they may have of it while KV leaves some, half of KV's at most; -1: no more than the above",
     )
+    prefetch: bool = setting(True, "adapters are loaded to the host that a tenant is likely to ask for next")
+    warm_up_s: float = setting(
+        10.0, "how long a new worker may load the cluster's most used adapters before it takes requests", at_least=0
+    )
     max_lora_rank: int = setting(64, "the greatest rank of an adapter", at_least=1)
 
     def __post_init__(self) -> None:

@@ -1,13 +1,9 @@
-"""API keys, the sealing of stores and the audit log, as a client that may sees to them."""
+"""API keys and the sealing of stores, as a client that may sees to them."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
 
-from manylora_shared.audit.verify import Segment
-from manylora_shared.coordination.records import AuditHeadRecord
-from manylora_shared.errors import RpcError
 from manylora_shared.transport.base import methods_of
 
 from manylora.client.caller import DEFAULT_TIMEOUT_S, Caller
@@ -33,9 +29,6 @@ class Keys:
         name: str = "",
         lifetime_s: float = 0.0,
         networks: Sequence[str] = (),
-        requests_per_min: int = 0,
-        tokens_per_min: int = 0,
-        concurrency: int = 0,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> tuple[str, KeyInfo]:
         """The new key, which nothing will show again, and its record.
@@ -46,18 +39,9 @@ class Keys:
             tenant: to which it is bound; empty: to none.
             lifetime_s: 0: it does not end.
             networks: CIDR, from where it may be used; none: from everywhere.
-            requests_per_min: 0: only the tenant's quotas bound it, as with tokens_per_min and concurrency.
         """
         request = admin_pb2.CreateKeyRequest(
-            tenant_id=tenant,
-            scopes=scopes,
-            role=role,
-            name=name,
-            lifetime_s=lifetime_s,
-            networks=networks,
-            requests_per_min=requests_per_min,
-            tokens_per_min=tokens_per_min,
-            concurrency=concurrency,
+            tenant_id=tenant, scopes=scopes, role=role, name=name, lifetime_s=lifetime_s, networks=networks
         )
         answer = await self._caller.call(_ADMIN["CreateKey"], request, timeout_s=timeout_s, repeatable=False)
         return answer.key, key_from(answer.info)
@@ -106,39 +90,3 @@ class Sealing:
         request = data_pb2.SealStoresRequest(tenant_id=tenant)
         async for each in self._caller.answers(_DATA["SealStores"], request, timeout_s=timeout_s):
             yield SealedItem(each.tenant_id, each.what, each.problem)
-
-
-@dataclass
-class AuditCopy:
-    """What routers have of the audit log."""
-
-    heads: dict[str, AuditHeadRecord] = field(default_factory=dict)  # by chain
-    segments: list[Segment] = field(default_factory=list)
-    silent_router_ids: list[str] = field(default_factory=list)  # what they have is missing
-
-
-class Audit:
-    def __init__(self, caller: Caller) -> None:
-        self._caller = caller
-
-    async def read(self, *, last: int = 0, timeout_s: float | None = None) -> AuditCopy:
-        """last: only so many entries of each chain; 0: all."""
-        self._caller.check_open()
-        request = admin_pb2.ReadAuditRequest(last=last)
-        stream = self._caller.stream(_ADMIN["ReadAudit"], request, timeout_s=timeout_s)
-        found, parts = AuditCopy(), dict[tuple[str, int], bytearray]()
-        try:
-            while (answer := await stream.read()) is not None:
-                for head in answer.heads:
-                    values = {each.name: getattr(head, each.name) for each in head.DESCRIPTOR.fields}
-                    found.heads[head.chain] = AuditHeadRecord(**values)
-                if answer.HasField("part"):
-                    parts.setdefault((answer.part.chain, answer.part.number), bytearray()).extend(answer.part.data)
-                if answer.silent_router_id:
-                    found.silent_router_ids.append(answer.silent_router_id)
-        except RpcError as error:
-            raise self._caller.failed(error) from None
-        finally:
-            stream.cancel()
-        found.segments = [Segment(*name, bytes(data)) for name, data in sorted(parts.items())]
-        return found

@@ -77,26 +77,20 @@ class TenantInfo(_message.Message):
     def __init__(self, tenant_id: _Optional[str] = ..., policy_yaml: _Optional[str] = ..., version: _Optional[int] = ..., adapters: _Optional[int] = ...) -> None: ...
 
 class CreateKeyRequest(_message.Message):
-    __slots__ = ("tenant_id", "scopes", "name", "lifetime_s", "networks", "requests_per_min", "tokens_per_min", "concurrency", "role")
+    __slots__ = ("tenant_id", "scopes", "name", "lifetime_s", "networks", "role")
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     SCOPES_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     LIFETIME_S_FIELD_NUMBER: _ClassVar[int]
     NETWORKS_FIELD_NUMBER: _ClassVar[int]
-    REQUESTS_PER_MIN_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_PER_MIN_FIELD_NUMBER: _ClassVar[int]
-    CONCURRENCY_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     tenant_id: str
     scopes: _containers.RepeatedScalarFieldContainer[str]
     name: str
     lifetime_s: float
     networks: _containers.RepeatedScalarFieldContainer[str]
-    requests_per_min: int
-    tokens_per_min: int
-    concurrency: int
     role: str
-    def __init__(self, tenant_id: _Optional[str] = ..., scopes: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., lifetime_s: _Optional[float] = ..., networks: _Optional[_Iterable[str]] = ..., requests_per_min: _Optional[int] = ..., tokens_per_min: _Optional[int] = ..., concurrency: _Optional[int] = ..., role: _Optional[str] = ...) -> None: ...
+    def __init__(self, tenant_id: _Optional[str] = ..., scopes: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., lifetime_s: _Optional[float] = ..., networks: _Optional[_Iterable[str]] = ..., role: _Optional[str] = ...) -> None: ...
 
 class CreateKeyResponse(_message.Message):
     __slots__ = ("key", "info")
@@ -151,7 +145,7 @@ class RotateKeyResponse(_message.Message):
     def __init__(self, key: _Optional[str] = ..., info: _Optional[_Union[KeyInfo, _Mapping]] = ..., replaced: _Optional[_Union[KeyInfo, _Mapping]] = ...) -> None: ...
 
 class KeyInfo(_message.Message):
-    __slots__ = ("key_id", "tenant_id", "scopes", "name", "created_unix_s", "revoked_unix_s", "expires_unix_s", "networks", "role", "requests_per_min", "tokens_per_min", "concurrency")
+    __slots__ = ("key_id", "tenant_id", "scopes", "name", "created_unix_s", "revoked_unix_s", "expires_unix_s", "networks", "role")
     KEY_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     SCOPES_FIELD_NUMBER: _ClassVar[int]
@@ -161,9 +155,6 @@ class KeyInfo(_message.Message):
     EXPIRES_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     NETWORKS_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
-    REQUESTS_PER_MIN_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_PER_MIN_FIELD_NUMBER: _ClassVar[int]
-    CONCURRENCY_FIELD_NUMBER: _ClassVar[int]
     key_id: str
     tenant_id: str
     scopes: _containers.RepeatedScalarFieldContainer[str]
@@ -173,10 +164,7 @@ class KeyInfo(_message.Message):
     expires_unix_s: float
     networks: _containers.RepeatedScalarFieldContainer[str]
     role: str
-    requests_per_min: int
-    tokens_per_min: int
-    concurrency: int
-    def __init__(self, key_id: _Optional[str] = ..., tenant_id: _Optional[str] = ..., scopes: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., created_unix_s: _Optional[float] = ..., revoked_unix_s: _Optional[float] = ..., expires_unix_s: _Optional[float] = ..., networks: _Optional[_Iterable[str]] = ..., role: _Optional[str] = ..., requests_per_min: _Optional[int] = ..., tokens_per_min: _Optional[int] = ..., concurrency: _Optional[int] = ...) -> None: ...
+    def __init__(self, key_id: _Optional[str] = ..., tenant_id: _Optional[str] = ..., scopes: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., created_unix_s: _Optional[float] = ..., revoked_unix_s: _Optional[float] = ..., expires_unix_s: _Optional[float] = ..., networks: _Optional[_Iterable[str]] = ..., role: _Optional[str] = ...) -> None: ...
 
 class AddAdapterRequest(_message.Message):
     __slots__ = ("header", "chunk")
@@ -580,52 +568,6 @@ class LiftQuarantineResponse(_message.Message):
     prompts: int
     missed_router_ids: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, prompts: _Optional[int] = ..., missed_router_ids: _Optional[_Iterable[str]] = ...) -> None: ...
-
-class ReadAuditRequest(_message.Message):
-    __slots__ = ("last", "local_only")
-    LAST_FIELD_NUMBER: _ClassVar[int]
-    LOCAL_ONLY_FIELD_NUMBER: _ClassVar[int]
-    last: int
-    local_only: bool
-    def __init__(self, last: _Optional[int] = ..., local_only: _Optional[bool] = ...) -> None: ...
-
-class ReadAuditResponse(_message.Message):
-    __slots__ = ("heads", "part", "silent_router_id")
-    HEADS_FIELD_NUMBER: _ClassVar[int]
-    PART_FIELD_NUMBER: _ClassVar[int]
-    SILENT_ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
-    heads: _containers.RepeatedCompositeFieldContainer[AuditHead]
-    part: AuditPart
-    silent_router_id: str
-    def __init__(self, heads: _Optional[_Iterable[_Union[AuditHead, _Mapping]]] = ..., part: _Optional[_Union[AuditPart, _Mapping]] = ..., silent_router_id: _Optional[str] = ...) -> None: ...
-
-class AuditHead(_message.Message):
-    __slots__ = ("chain", "seq", "hash", "service", "at_unix_s", "public_key", "signature")
-    CHAIN_FIELD_NUMBER: _ClassVar[int]
-    SEQ_FIELD_NUMBER: _ClassVar[int]
-    HASH_FIELD_NUMBER: _ClassVar[int]
-    SERVICE_FIELD_NUMBER: _ClassVar[int]
-    AT_UNIX_S_FIELD_NUMBER: _ClassVar[int]
-    PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
-    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
-    chain: str
-    seq: int
-    hash: str
-    service: str
-    at_unix_s: float
-    public_key: str
-    signature: str
-    def __init__(self, chain: _Optional[str] = ..., seq: _Optional[int] = ..., hash: _Optional[str] = ..., service: _Optional[str] = ..., at_unix_s: _Optional[float] = ..., public_key: _Optional[str] = ..., signature: _Optional[str] = ...) -> None: ...
-
-class AuditPart(_message.Message):
-    __slots__ = ("chain", "number", "data")
-    CHAIN_FIELD_NUMBER: _ClassVar[int]
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
-    chain: str
-    number: int
-    data: bytes
-    def __init__(self, chain: _Optional[str] = ..., number: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("id",)

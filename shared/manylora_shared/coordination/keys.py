@@ -5,13 +5,13 @@
 # /manylora/scheduler/leader                 SchedulerRecord, bound to the leader's lease; create_revision = epoch
 # /manylora/scheduler/clock                  ClockIndexRecord
 # /manylora/scheduler/clock/<bank>/<part>    a part of the clock's bytes
+# /manylora/scheduler/hot-adapters           HotAdaptersRecord: what new workers load first
 # /manylora/tenants/<tenant_id>              TenantPolicy as YAML text
 # /manylora/adapters/<tenant_id>/<name>      AdapterRecord
 # /manylora/keys/<key_id>                    KeyRecord: an API key's hash, never the key
 # /manylora/answers/<tenant_id>/<digest>     AnswerRecord: of an idempotency key, bound to its router's lease
 # /manylora/schedulers/<scheduler_id>        SchedulerMember, leading or not, bound to its own lease
 # /manylora/data_keys/<owner>                DataKeyRecord: wrapped; a tenant's goes with its policy
-# /manylora/audit/<chain>                    AuditHeadRecord
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ WORKERS = ROOT + "workers/"
 ROUTERS = ROOT + "routers/"
 SCHEDULER_LEADER = ROOT + "scheduler/leader"
 SCHEDULER_CLOCK = ROOT + "scheduler/clock"
+HOT_ADAPTERS = ROOT + "scheduler/hot-adapters"
 TENANTS = ROOT + "tenants/"
 ADAPTERS = ROOT + "adapters/"
 API_KEYS = ROOT + "keys/"
 ANSWERS = ROOT + "answers/"
 SCHEDULERS = ROOT + "schedulers/"
 DATA_KEYS = ROOT + "data_keys/"
-AUDIT_HEADS = ROOT + "audit/"
 
 
 def worker(worker_id: str) -> str:
@@ -67,7 +67,3 @@ def scheduler(scheduler_id: str) -> str:
 
 def data_key(owner: str) -> str:
     return DATA_KEYS + owner
-
-
-def audit_head(chain: str) -> str:
-    return AUDIT_HEADS + chain

@@ -151,6 +151,21 @@ class WorkerRecord(_JsonRecord):
 
 
 @dataclass(frozen=True)
+class HotAdapter:
+    tenant_id: str
+    uid: str
+
+
+@dataclass(frozen=True)
+class HotAdaptersRecord(_JsonRecord):
+    adapters: tuple[HotAdapter, ...]  # the most used first
+
+    @property
+    def key(self) -> str:
+        return keys.HOT_ADAPTERS
+
+
+@dataclass(frozen=True)
 class RouterRecord(_JsonRecord):
     router_id: str
     address: str
@@ -289,9 +304,6 @@ class KeyRecord(_JsonRecord):
     expires_unix_s: float = 0.0  # 0: never
     networks: tuple[str, ...] = ()  # CIDR, from where it may be used; none: from everywhere
     role: str = ""  # in the scopes' place
-    requests_per_min: int = 0  # 0, as below: no limit of its own
-    tokens_per_min: int = 0
-    concurrency: int = 0
 
     @property
     def key(self) -> str:
@@ -308,20 +320,3 @@ class DataKeyRecord(_JsonRecord):
     @property
     def key(self) -> str:
         return keys.data_key(self.owner)
-
-
-@dataclass(frozen=True)
-class AuditHeadRecord(_JsonRecord):
-    """The end of a chain of the audit log, as its writer signed it last."""
-
-    chain: str
-    seq: int  # entries
-    hash: str  # of the last one's line
-    service: str  # that wrote it
-    at_unix_s: float
-    public_key: str  # Ed25519, hex
-    signature: str  # over all of these, with an empty signature
-
-    @property
-    def key(self) -> str:
-        return keys.audit_head(self.chain)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from manylora_shared.adapter_reference import ReferenceProblem, format_reference, parse_reference
 from manylora_shared.errors import MAX_SHOWN, FieldViolation, InvalidRequest, shown
 from manylora_shared.ids import (
     DEFAULT_POOL,
@@ -33,6 +34,7 @@ MAX_LIMIT_TOKENS = 1 << 30
 MAX_RATE = 1_000_000_000
 MAX_KV_MB = 1 << 30
 MAX_PINS = 256
+MAX_COMPOSITIONS = 64
 MAX_POOLS = 16
 MAX_TTFT_MS = 3_600_000
 MIN_AVAILABILITY = 0.5
@@ -141,6 +143,8 @@ class TenantPolicy:
     cache_group: str | None = None  # tenants whose policies name the same group share what is cached
     share_copies: bool = False  # of adapters, with the other tenants whose policies say so
     adapter_gate: GateRule | None = None  # what a new version of an adapter must pass
+    # names that stand for several adapters with weights, as `format_reference` writes them
+    compositions: Mapping[AdapterName, str] = field(default_factory=dict)
     pools: tuple[str, ...] = (DEFAULT_POOL,)  # that it may use; the first is where a request goes that names none
 
     def weight(self, qos_class: QosClass) -> int:
@@ -168,7 +172,7 @@ class TenantPolicy:
         quotas = _given(self.quotas, "  ") + _given(self.limits, "  ")
         if quotas:
             lines += ["quotas:", *quotas]
-        if self.pinned_adapters or self.share_copies or self.adapter_gate is not None:
+        if self.pinned_adapters or self.share_copies or self.adapter_gate is not None or self.compositions:
             lines.append("adapters:")
         if self.pinned_adapters:
             lines += ["  pin:", *(f'  - "{name}"' for name in self.pinned_adapters)]
@@ -176,6 +180,8 @@ class TenantPolicy:
             lines += ["  share_copies: true"]
         if self.adapter_gate is not None:
             lines += ["  gate:", *_given(self.adapter_gate, "    ")]
+        if self.compositions:
+            lines += ["  compose:", *(f'    "{name}": "{parts}"' for name, parts in self.compositions.items())]
         if self.cache_group is not None:
             lines += ["prefix_cache:", f'  group: "{self.cache_group}"']
         if self.pools != (DEFAULT_POOL,):
@@ -286,13 +292,14 @@ class _Reader:
         pins: list[AdapterName] = []
         share_copies: list[bool | None] = []
         gates: list[GateRule | None] = []
+        compositions: dict[AdapterName, str] = {}
         security: dict[str, Any] = {}
         pools: list[str] = []
         readers: dict[str, _Read] = {
             "tenant_id": lambda path, node: tenant_id.append(self._name(path, node)),
             "classes": lambda path, node: self._classes(path, node, classes),
             "quotas": lambda path, node: self._integers(path, node, {**_QUOTAS, **_LIMITS}, quotas),
-            "adapters": lambda path, node: self._adapters(path, node, pins, share_copies, gates),
+            "adapters": lambda path, node: self._adapters(path, node, pins, share_copies, gates, compositions),
             "prefix_cache": lambda path, node: self._prefix_cache(path, node, cache_group),
             "security": lambda path, node: self._security(path, node, security),
             "pools": lambda path, node: self._names(path, node, pools, "pools", MAX_POOLS, 1),
@@ -312,6 +319,7 @@ class _Reader:
             pinned_adapters=tuple(pins),
             share_copies=bool(_only(share_copies)),
             adapter_gate=_only(gates),
+            compositions=compositions,
             security=TenantSecurity(**security),
             cache_group=_only(cache_group),
             pools=tuple(pools) or (DEFAULT_POOL,),
@@ -412,6 +420,7 @@ class _Reader:
         pins: list[AdapterName],
         share_copies: list[bool | None],
         gates: list[GateRule | None],
+        compositions: dict[AdapterName, str],
     ) -> None:
         def read_pins(at: str, value: yaml.Node) -> None:
             names: list[str] = []
@@ -422,8 +431,35 @@ class _Reader:
             "pin": read_pins,
             "share_copies": lambda at, value: share_copies.append(self._bool(at, value)),
             "gate": lambda at, value: gates.append(self._gate(at, value)),
+            "compose": lambda at, value: self._compositions(at, value, compositions),
         }
         self._mapping(path, node, readers)
+
+    def _compositions(self, path: str, node: yaml.Node, compositions: dict[AdapterName, str]) -> None:
+        if not isinstance(node, yaml.MappingNode):
+            self._add(path, node, "must be a mapping of names to adapters, e.g. {formal_support: support+formal:0.5}")
+            return
+        if len(node.value) > MAX_COMPOSITIONS:
+            self._add(path, node, f"has more than {MAX_COMPOSITIONS} names")
+            return
+        for key, value in node.value:
+            name = key.value if isinstance(key, yaml.ScalarNode) else ""
+            at = f"{path}.{shown(name)}"
+            if problem := name_problem(name):
+                self._add(at, key, problem)
+            elif name in compositions:
+                self._add(at, key, "is given twice")
+            elif not isinstance(value, yaml.ScalarNode):
+                self._add(at, value, "must be adapters with weights in one text")
+            else:
+                try:
+                    parts = parse_reference(value.value)
+                except ReferenceProblem as refused:
+                    self._add(at, value, str(refused))
+                    continue
+                if any(part.name == name for part in parts):
+                    self._add(at, value, "names itself")
+                compositions[AdapterName(name)] = format_reference(parts)
 
     def _gate(self, path: str, node: yaml.Node) -> GateRule | None:
         values: dict[str, Any] = {}

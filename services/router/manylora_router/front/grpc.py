@@ -84,7 +84,7 @@ class InferenceServicer:
             base_model=models.base_model,
             max_context_tokens=models.max_context_tokens,
             sampling_defaults=common_pb2.SamplingParams(**models.sampling_defaults),
-            adapters=[record.name for record in models.adapters],
+            adapters=sorted([*(record.name for record in models.adapters), *models.compositions]),
             pools=[
                 inference_pb2.PoolModel(
                     name=name, pool=pool, base_model=model.name, max_context_tokens=model.limits.max_context_tokens

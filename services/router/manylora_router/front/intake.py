@@ -22,7 +22,7 @@ from manylora_shared.errors import (
     ServiceUnavailable,
     Unready,
 )
-from manylora_shared.ids import DEFAULT_POOL, QosClass, TenantId
+from manylora_shared.ids import DEFAULT_POOL, AdapterName, QosClass, TenantId
 from manylora_shared.sampling import Sampling, barred_too_much
 from manylora_shared.telemetry import Attribute
 from manylora_shared.tenancy.adapter_line import StickyKeys
@@ -68,6 +68,7 @@ class Models:
     max_context_tokens: int
     sampling_defaults: Mapping[str, Any]  # numbers, where a request sets none
     adapters: Sequence[AdapterRecord]  # the caller's, by name
+    compositions: Mapping[AdapterName, str]  # the caller's, by name: adapters with weights
     pools: Sequence[tuple[str, str, Model]]  # name, pool and model of each, that one first
 
 
@@ -104,8 +105,6 @@ class Intake:
         """The tenant, and the request in the class that its token is for. Raises as `tenant_of`."""
         principal = self._callers.known(request.authorization)
         tenant = admission.tenant_of(principal, request.tenant)
-        if principal.limits is not None:
-            request = replace(request, limits=principal.limits)
         if not principal.qos_class or request.request_class == principal.qos_class:
             return tenant, request
         if request.request_class:
@@ -126,11 +125,13 @@ class Intake:
         model, models = self._model(policy.pools[0]), self._directory.models
         names = names_of(policy.pools, models).pools.items()
         own = {pool: name for name, pool in reversed(list(names))}  # the first of each
+        served = [record for record in self._directory.adapters_of(policy.tenant_id) if record.line.served]
         return Models(
             model.name,
             model.limits.max_context_tokens,
             model.sampling_defaults,
-            [record for record in self._directory.adapters_of(policy.tenant_id) if record.line.served],
+            served,
+            {name: parts for name, parts in policy.compositions.items() if name not in {each.name for each in served}},
             [(own[pool], pool, models[pool]) for pool in policy.pools if pool in models],
         )
 
@@ -248,7 +249,6 @@ class Intake:
             can_stream=may_stream,
             is_resumable=request.is_resumable and may_stream,
             is_hedge=request.is_hedge,
-            limits=request.limits,
         )
         if begun is not None:
             job = self._taken_over(job, request, begun, policy, model)

@@ -22,7 +22,6 @@ from manylora_shared.metadata import ADAPTER_KEY, CLASS_KEY, IDEMPOTENCY_KEY, PR
 from manylora_shared.sampling import MAX_LISTED, Sampling
 from manylora_shared.tenancy.adapter_line import AdapterVersion, Line, StickyKeys
 from manylora_shared.tenancy.identity import Principal
-from manylora_shared.tenancy.key_limits import KeyLimits
 from manylora_shared.tenancy.policy import TenantPolicy
 from manylora_shared.tenancy.roles import Scope
 
@@ -139,7 +138,6 @@ class RequestInput:
     keep_s: int = 0  # that the answer outlives its caller's connection
     resume: Resume | None = None  # it goes on with an answer
     is_hedge: bool = False
-    limits: KeyLimits | None = None  # of the key that it came with
     candidate: Adapter | None = None  # in place of `adapter`: what no front can name, the quality gate's alone
 
     @property
@@ -239,8 +237,11 @@ def admit_caller(
         raise not_found_tenant(tenant)
     if not adapter:
         return policy, None
+    composed = policy.compositions.get(AdapterName(adapter))
+    if composed is not None and line_of(policy.tenant_id, AdapterName(adapter)) is not None:
+        composed = None  # an adapter of this name comes first
     try:
-        asked = parse_reference(adapter)
+        asked = parse_reference(composed or adapter)
     except ReferenceProblem as problem:
         if not _COMPOSES.search(adapter):
             raise not_found_adapter(adapter) from None
@@ -260,7 +261,7 @@ def admit_caller(
         Part(policy.copy_of(AdapterDigest(each.uid)), part.weight) for each, part in zip(found, asked, strict=True)
     )
     parts = tuple(replace(part, version=each.number) for each, part in zip(found, asked, strict=True))
-    name = format_reference(tuple(replace(part, version=None) for part in asked))
+    name = adapter if composed else format_reference(tuple(replace(part, version=None) for part in asked))
     # An answer of several says nothing of one of them.
     rollout = lines[0].rollout if len(lines) == 1 and asked[0].version is None and asked[0].weight == 1.0 else None
     if rollout is None:

@@ -17,6 +17,7 @@ from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import ServerCall, Service
 
 from manylora_scheduler.core.events import Enqueued, GrantClosed, LeaseWanted, Settled, Withdrawn
+from manylora_scheduler.serving.hot_adapters import HotAdapters
 from manylora_scheduler.serving.rollouts import Rollouts
 from manylora_scheduler.serving.router_line import RouterLine
 from manylora_scheduler.serving.term import Term
@@ -26,11 +27,12 @@ _DESCRIPTOR = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 
 
 class SchedulerServicer:
-    """The app sets `term` and `rollouts`, and takes them away."""
+    """The app sets `term`, `rollouts` and `hot`, and takes them away."""
 
     def __init__(self, telemetry: Telemetry, space: SpaceWatch, leave: Callable[[], None]) -> None:
         self.term: Term | None = None
-        self.rollouts: Rollouts | None = None  # the term's
+        self.rollouts: Rollouts | None = None  # the term's, as the next
+        self.hot: HotAdapters | None = None
         self.address = ""
         self._telemetry = telemetry
         self._space = space
@@ -144,6 +146,8 @@ class SchedulerServicer:
             line.send(scheduler_pb2.ScheduleResponse(refusal=refusal))
             return
         term.learn_tenant(request.flow.tenant_id)
+        if self.hot is not None and request.adapter_uid is not None and self.term is term:
+            self.hot.used(request.flow.tenant_id, request.adapter_uid, now)
         term.post(Enqueued(line.session, request))
 
     def _leading_term(self) -> Term:

@@ -25,6 +25,8 @@ from manylora_worker.adapters.tier_counts import FARTHER, Found, FoundCounts
 from manylora_worker.kinds.api import AdapterBackend, AdapterEvent, AdapterTier
 
 _State = tuple[Versions, int]
+GUESSES_PER_S = 4.0
+_GUESS_S = 5.0  # how long a guess waits until nobody waits for a load
 _PREFETCH_QUEUE = 64  # not yet begun; when another comes, one of the tenant with most of them is forgotten
 
 
@@ -123,6 +125,8 @@ class AdapterCache:
         )
         self._loading = Loading(self._residency, self._standings, self._order, self._overtaking)
         self._prefetches: dict[AdapterUid, TenantId | None] = {}
+        self.prefetches_ended = 0  # loaded or given up
+        self._guess_at = float("-inf")  # not before
         self._found = FoundCounts()
         # the versions around the last pump, where these were the same, and its time in LOOK_AGAIN_S
         self._settled: tuple[_State, int] | None = None
@@ -253,9 +257,12 @@ class AdapterCache:
         """As far up as there is room without waiting; forgets a failure."""
         entry = self._residency.entries.get(uid)
         if entry is not None and (entry.on_device or entry.queued):
+            self.prefetches_ended += 1
             return
+        self.prefetches_ended += uid in self._prefetches
         self._prefetches.setdefault(uid, tenant_id)
-        self._residency.entry(uid).is_prefetched = True
+        entry = self._residency.entry(uid)
+        entry.is_prefetched, entry.is_guess = True, False
         self._settled = None
         if len(self._prefetches) > _PREFETCH_QUEUE:
             counts: dict[TenantId | None, int] = {}
@@ -276,6 +283,22 @@ class AdapterCache:
             self._residency.forget_if_unused(entry)
         self._settled = None
         return len(idle)
+
+    def guess(self, uid: AdapterUid, tenant_id: TenantId, now: float) -> None:
+        """To the host, where nobody has asked for it yet: into room that is free or long idle, as soon as nobody waits
+        for a load. One at a time of a tenant, and GUESSES_PER_S of all.
+        """
+        entries = self._residency.entries
+        if uid in entries or now < self._guess_at:
+            return
+        if any(entries[each].is_guess for each, tenant in self._prefetches.items() if tenant == tenant_id):
+            return
+        self._guess_at = now + 1 / GUESSES_PER_S
+        self._prefetches[uid] = tenant_id
+        entry = self._residency.entry(uid)
+        entry.is_prefetched = entry.is_guess = True
+        entry.guessed_at = now
+        self._settled = None
 
     def set_pins(self, pins: Mapping[TenantId, Sequence[Pin]], largest_bytes: int) -> None:
         """Tries failed loads again. largest_bytes: of registered adapters; room for one stays beside all pins."""
@@ -415,11 +438,17 @@ class AdapterCache:
         """Whether nothing is left to do."""
         if entry.on_device or entry.queued or self._too_large(entry) is not None:
             return True
+        if entry.is_guess:
+            if entry.on_host or (entry.loading is None and now - entry.guessed_at > _GUESS_S):
+                return True
+            if self._order:
+                return False
         return entry.loading is None and self._loading.prefetch(entry, tenant_id, now)
 
     def _end_prefetch(self, entry: Entry) -> None:
-        self._prefetches.pop(entry.uid, None)
-        entry.is_prefetched = False
+        if self._prefetches.pop(entry.uid, self) is not self:
+            self.prefetches_ended += 1
+        entry.is_prefetched = entry.is_guess = False
         self._residency.forget_if_unused(entry)
 
     # -- several adapters for one request

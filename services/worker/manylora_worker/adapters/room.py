@@ -41,6 +41,8 @@ class Entry:
     )
     no_room_since: dict[TenantId, float] = field(default_factory=dict)  # by tenant that waits for it
     is_prefetched: bool = False  # to be loaded without anybody who waits for it
+    is_guess: bool = False  # nor anybody who asked for that
+    guessed_at: float = 0.0
     is_near: bool | None = None  # on this machine's disk; None: to be asked
     fetched_for: TenantId | None = None  # in whose place, while it is being fetched
     num_refetches: int = 0  # since it was read last: it left the disk meanwhile
@@ -146,13 +148,17 @@ class TierRoom:
         *,
         is_prefetch: bool = False,
     ) -> Plan | None:
-        """What goes so that `more_bytes` fit; None: it cannot be. tenant_id: None: nobody in particular."""
+        """What goes so that `more_bytes` fit; None: it cannot be. tenant_id: None: nobody in particular. For a guess
+        goes what nobody claims or has used for long.
+        """
         missing = self.used_bytes + more_bytes - self.budget_bytes
         if missing <= 0:
             return Plan()
         search = _Search(self, wanted, tenant_id, standing, missing, now)
         search.unclaimed()
-        if tenant_id is not None:
+        if wanted.is_guess:
+            search.long_idle(self.borrow_after_s)
+        elif tenant_id is not None:
             search.held[tenant_id] = search.held.get(tenant_id, 0) + more_bytes
             search.own_above_share()
             search.others_above_shares()

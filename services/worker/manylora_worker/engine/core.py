@@ -12,12 +12,14 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from manylora_shared.composition import uids_of
 from manylora_shared.errors import AlreadyExists, Overloaded
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
 from manylora_worker.adapters.cache import AdapterCache, AdapterCacheLimits, TenantAdapters
 from manylora_worker.adapters.loading import LOOK_AGAIN_S
 from manylora_worker.adapters.pins import Pin
+from manylora_worker.adapters.prediction import Prediction
 from manylora_worker.engine.arena_turns import Arena
 from manylora_worker.engine.counters import EngineStats, FlowTokens, Setbacks, WorkCounters
 from manylora_worker.engine.endings import Endings
@@ -57,6 +59,7 @@ class EngineLimits:
     planner: PlannerLimits
     adapters: AdapterCacheLimits
     max_requests: int  # in the engine, waiting ones included
+    guesses: bool = False  # adapters are loaded to the host that a tenant is likely to ask for next
     # bytes of the device's arena that adapters may have at least and at most; None: they have what they have at first
     arena_bytes: tuple[int, int] | None = None
 
@@ -113,6 +116,7 @@ class EngineCore:
         self._arena = None
         if arena is not None and isinstance(runner, ArenaRunner):
             self._arena = Arena(runner, self._pool, self._adapters, ArenaPolicy(arena))
+        self._prediction = Prediction() if limits.guesses else None
         self._requests = RequestTable()
         self._flights = Flights(runner)
         self._fresh: list[GroupTimes] = []  # of requests whose first step this is
@@ -177,12 +181,14 @@ class EngineCore:
                 self._masks.take(sequence, sequence.output_token_ids)
         if self._bounds.longest_blocks(request) > self._shares.hard(request.tenant_id):
             self._note_longest(request.tenant_id)
-        if request.adapter_uid is None or self._adapters.acquire(
-            request.request_id, request.tenant_id, request.adapter_uid, now
-        ):
+        key = request.adapter_uid
+        if key is None or self._adapters.acquire(request.request_id, request.tenant_id, key, now):
             self._adapter_ready(group, now)
         else:
             self._requests.load_begun(group)
+        if key is not None and self._prediction is not None:
+            for uid in self._prediction.asked(request.tenant_id, uids_of(key), now):
+                self._adapters.guess(uid, request.tenant_id, now)
 
     def abort(self, request_id: RequestId, now: float) -> None:
         """Unknown ids are ignored, here and below."""
@@ -373,6 +379,7 @@ class EngineCore:
             adapter_version=self._adapters.version,
             tenant_adapters_version=self._adapters.tenants_version,
             slots_version=self._planner.slots_version + self._requests.loading_version,
+            prefetches_ended=self._adapters.prefetches_ended,
             **self._adapters.found._asdict(),
             guessed_tokens=counters.guessed_tokens,
             right_guesses=counters.right_guesses,

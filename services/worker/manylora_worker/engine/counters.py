@@ -48,6 +48,7 @@ class EngineStats(NamedTuple):
     adapter_version: int  # grows with each change of `EngineCore.adapter_tiers`
     tenant_adapters_version: int  # of `EngineCore.tenant_adapters`
     slots_version: int  # of `EngineCore.flow_slots`
+    prefetches_ended: int = 0  # loaded or given up, since the engine's start
     adapters_found_device: int = 0  # see Found, as of all that follow
     adapters_found_host: int = 0
     adapters_found_disk: int = 0

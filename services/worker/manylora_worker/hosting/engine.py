@@ -50,6 +50,7 @@ def engine_limits(config: WorkerConfig) -> EngineLimits:
             device_bytes=config.device_adapter_bytes,
             max_overtakes=_OVERTAKES_PER_SLOT * config.sequence_slots,
         ),
+        guesses=config.prefetch,
         arena_bytes=config.arena_adapter_bytes,
         max_requests=max(_REQUESTS_PER_SLOT * config.sequence_slots, config.sequence_slots + config.parked_sequences),
     )

@@ -15,7 +15,7 @@ from manylora_shared.coordination.base import Store
 from manylora_shared.coordination.policies import PolicyMirror, StoredPolicy, stored_policy
 from manylora_shared.coordination.records import AdapterRecord
 from manylora_shared.coordination.session import Mirror, first_of
-from manylora_shared.ids import AdapterDigest, AdapterName, RequestId, TenantId
+from manylora_shared.ids import AdapterDigest, AdapterName, AdapterUid, RequestId, TenantId, digest_of
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.policy import TenantPolicy
 
@@ -53,6 +53,11 @@ class TenantWatch:
         await self._adapters.ready()
         self._is_ready = True
         self._tell_soon()
+
+    def serves(self, uid: AdapterUid) -> bool:
+        """Whether some adapter of the tenants is this one."""
+        digest = digest_of(uid)
+        return any(version.uid == digest for record in self._adapters.values.values() for version in record.line.served)
 
     async def failed(self) -> None:
         """Waits until a mirror ends, which only a bug makes it do, and raises why."""

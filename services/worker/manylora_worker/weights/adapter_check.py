@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -15,6 +16,7 @@ from manylora_shared.ids import AdapterUid
 from manylora_worker.weights.store import AdapterStore
 
 MAX_CHECKS = 2  # at the same time; the others wait
+_MAX_FETCHES = 32  # for checks: routers let a tenant have a part of their uploads
 T = TypeVar("T")
 
 
@@ -73,8 +75,10 @@ class ThreadValidator:
         self._lends = lends
         self._largest_update = largest_update
         self._turns = asyncio.Semaphore(MAX_CHECKS)
+        self._fetchers = ThreadPoolExecutor(_MAX_FETCHES, thread_name_prefix="to-check")
 
     async def validate(self, path: str, uid: AdapterUid) -> AdapterReport:
+        await self._fetched(path, uid)
         return await self._in_turn(self._validate, path, uid)
 
     def lends(self, path: str, uid: AdapterUid) -> AbstractContextManager[None]:
@@ -83,6 +87,13 @@ class ThreadValidator:
 
     async def largest_update(self, path: str, uid: AdapterUid) -> str:
         return await self._in_turn(self._measure, path, uid)
+
+    async def _fetched(self, path: str, uid: AdapterUid) -> None:
+        """Before its turn: a store that hangs holds up no other check."""
+        if self._store.is_far:
+            self._store.check_path(path)
+            with suppress(InvalidRequest):  # the check finds it again, and tells it
+                await asyncio.get_running_loop().run_in_executor(self._fetchers, self._store.fetch, uid, path)
 
     async def _in_turn(self, work: Callable[..., T], *arguments: object) -> T:
         await self._turns.acquire()

@@ -179,6 +179,23 @@ def remove(
 
 
 @adapter_app.command()
+def compose(
+    name: Annotated[str, typer.Argument(help="What requests call it.")],
+    tenant: Tenant,
+    parts: Annotated[
+        str, typer.Argument(metavar="[A+B:0.5]", help="Up to four adapters, with weights; without any the name goes.")
+    ] = "",
+    as_json: Json = False,
+    server: Server = DEFAULT_SERVER,
+    key: Key = None,
+) -> None:
+    """Give several adapters with weights a name of their own, in the tenant's policy."""
+    from manylora.cli import compositions
+
+    run(compositions.compose(connect(server, key), tenant, name, parts, as_json=as_json), as_json=as_json)
+
+
+@adapter_app.command()
 def rollout(
     name: Annotated[str, typer.Argument()],
     to: Annotated[int, typer.Option(help="The version.", min=1)],

@@ -60,9 +60,6 @@ class Keys:
             now_unix_s=self._clock.now_unix_s(),
             lifetime_s=request.lifetime_s,
             networks=request.networks,
-            requests_per_min=request.requests_per_min,
-            tokens_per_min=request.tokens_per_min,
-            concurrency=request.concurrency,
         )
         record = made.record
         _check_reach(call.principal, record)
@@ -75,7 +72,6 @@ class Keys:
                 if tenant is None:
                     raise NotFound(f"tenant_id: tenant {record.tenant_id[:80]!r} is not known")
                 compares.append(Compare(keys.tenant(record.tenant_id), tenant.mod_revision))
-            await call.will(f"key {record.key_id}", None, record.to_json())
             if (await self._store.txn(compares, operations)).succeeded:
                 await self._directory.key_seen(record)
                 _LOG.info("key made", extra=fields(key_id=record.key_id, tenant=record.tenant_id))
@@ -109,7 +105,6 @@ class Keys:
             stored, record = await self._stored(request.key_id, call.principal)
             if not record.revoked_unix_s:
                 record = dataclasses.replace(record, revoked_unix_s=self._clock.now_unix_s())
-                await call.will(f"key {record.key_id}", stored.value, record.to_json())
                 result = await self._store.txn([Compare(key, stored.mod_revision)], [Put(key, record.to_json())])
                 if not result.succeeded:
                     continue
@@ -136,15 +131,10 @@ class Keys:
                 now_unix_s=now,
                 lifetime_s=request.lifetime_s or max(0.0, old.expires_unix_s - old.created_unix_s),
                 networks=old.networks,
-                requests_per_min=old.requests_per_min,
-                tokens_per_min=old.tokens_per_min,
-                concurrency=old.concurrency,
             )
             ends = min(now + request.overlap_s, old.expires_unix_s or math.inf)
             replaced = dataclasses.replace(old, expires_unix_s=ends)
             new = keys.api_key(made.record.key_id)
-            await call.will(f"key {old.key_id}", stored.value, replaced.to_json())
-            await call.will(f"key {made.record.key_id}", None, made.record.to_json())
             result = await self._store.txn(
                 [Compare(stored.key, stored.mod_revision), Compare(new, 0)],
                 [

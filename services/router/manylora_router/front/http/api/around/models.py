@@ -6,6 +6,7 @@ import asyncio
 from importlib.metadata import version as version_of
 from typing import Any
 
+from manylora_shared.adapter_reference import parse_reference
 from manylora_shared.errors import NotFound, ServiceUnavailable, shown
 
 from manylora_router.front.http.api import asked
@@ -65,6 +66,12 @@ def _rows(models: Models) -> list[dict[str, Any]]:
         if each.pool in bases and each.name not in {name for name, _, _ in models.pools}:
             base, model = bases[each.pool]
             rows.append(_row(each.name, int(each.created_unix_s), root=each.uid, parent=base, model=model))
+    of_parts = {each.name: each.pool for each in models.adapters}
+    for name, parts in models.compositions.items():
+        pool = of_parts.get(parse_reference(parts)[0].name)
+        if pool in bases and name not in {base for base, _, _ in models.pools}:
+            base, model = bases[pool]
+            rows.append(_row(name, 0, root=parts, parent=base, model=model))
     return rows
 
 

@@ -1,0 +1,42 @@
+"""What is used most of late, and that no tenant fills the list."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from manylora_scheduler.gates.recent_use import HALF_LIFE_S, MAX_TENANTS, OF_TENANT, TOP, TOP_OF_TENANT, AdapterUse
+from manylora_shared.ids import AdapterUid, TenantId
+
+A, B = TenantId("a"), TenantId("b")
+
+
+def test_late_uses_count_more() -> None:
+    use = AdapterUse()
+    for _ in range(4):
+        use.used(A, AdapterUid("old"), 0.0)
+    for _ in range(3):
+        use.used(A, AdapterUid("new"), HALF_LIFE_S)
+    assert use.top(HALF_LIFE_S) == [(A, "new"), (A, "old")]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 80), st.floats(0, 100)), max_size=300))
+def test_no_tenant_fills_the_list_and_the_best_come_first(uses: list[tuple[int, int, float]]) -> None:
+    use, now = AdapterUse(), 0.0
+    for tenant, adapter, wait_s in uses:
+        now += wait_s
+        use.used(TenantId(f"t{tenant}"), AdapterUid(f"u{tenant}-{adapter}"), now)
+    top = use.top(now)
+    assert len(top) == len(set(top)) <= TOP
+    tenants = [tenant for tenant, _ in top]
+    assert all(tenants.count(tenant) <= TOP_OF_TENANT for tenant in tenants)
+    assert all(len(mine) <= OF_TENANT for mine in use._scores.values())
+    if uses:
+        assert top
+
+
+def test_what_is_known_is_bounded() -> None:
+    use = AdapterUse()
+    for number in range(MAX_TENANTS + 10):
+        use.used(TenantId(f"t{number}"), AdapterUid("u"), 0.0)
+    assert len(use._scores) == MAX_TENANTS
+    assert TenantId("t0") not in use._scores
