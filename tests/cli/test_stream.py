@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.message import Message
-from manylora.client import Client, Delta, Finished, HedgePolicy, RequestFailed, RetryPolicy, Started
+from manylora.client import Client, Delta, Finished, HedgePolicy, RequestFailed, RetryPolicy, Started, SyncClient
 from manylora.v1 import common_pb2, inference_pb2
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.transport.base import Channel, Method, Stream
@@ -201,3 +201,10 @@ async def test_the_router_that_has_the_key_is_found() -> None:
     async with Client("one:1,two:2", key="", retry=QUICK, transport=routers) as client:
         with pytest.raises(RequestFailed, match="ABORTED"):
             await client.complete("hi", idempotency_key="k")
+
+
+def test_the_blocking_client_goes_on_too() -> None:
+    routers = Routers([*BEGIN, failure()], [frame(0, started="b"), frame(1, "llo", ended=True)])
+    with SyncClient("one:1,two:2", key="", retry=QUICK, transport=routers) as client:
+        events = list(client.generate("hi", max_tokens=9))
+    assert "".join(event.text for event in events if isinstance(event, Delta)) == "hello"

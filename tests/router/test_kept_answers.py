@@ -8,10 +8,23 @@ from collections.abc import AsyncIterator
 import pytest
 from manylora.v1 import common_pb2, inference_pb2, worker_pb2
 from manylora_router.front import kept_answers
+from manylora_router.front.generation import generate
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import AnswerRecord, RouterRecord
 from manylora_shared.errors import Code
-from router_fakes import Answer, RouterCluster, finished, ids_of, read_all, say, simulate, text_request, tokens, until
+from router_fakes import (
+    Answer,
+    RouterCluster,
+    finished,
+    ids_of,
+    plain_request,
+    read_all,
+    say,
+    simulate,
+    text_request,
+    tokens,
+    until,
+)
 
 TEXT = "".join(chr(97 + i % 26) for i in range(120))
 Request = inference_pb2.GenerateRequest
@@ -332,6 +345,35 @@ def test_a_router_that_is_the_last_one_lets_answers_end() -> None:
         assert cut.error is not None
         assert cut.error.label == "draining", "at the bound its caller can go on, too"
         assert cut.text == TEXT[: len(cut.text)]
+
+    simulate(test, script=SLOW)
+
+
+def test_who_reads_a_kept_answer_at_the_end_is_told_that_the_router_stops() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        reading = asyncio.create_task(cluster.ask(text_request(max_tokens=100), idempotency_key="k"))
+        await asyncio.sleep(0.1)
+        await cluster.app.stop(0.1)
+        cut = await reading
+        assert cut.error is not None
+        assert (cut.error.code, cut.error.label) == (Code.UNAVAILABLE, "draining")
+        assert (await cluster.store.list(keys.ANSWERS)).kvs == ()
+
+    simulate(test, script=SLOW)
+
+
+def test_an_answer_that_is_read_slowly_is_its_tenants_until_it_is_read() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        app = cluster.app
+        request = await plain_request(cluster, keep_s=1, max_tokens=100)
+        frames = generate(request, intake=app.intake, calls=app.calls, kept=app.kept)
+        await anext(frames)
+        await asyncio.sleep(10.0)
+        assert len(cluster.app.kept) == 1
+        text = "".join([frame.delta.text async for frame in frames if frame.delta is not None])
+        assert text == TEXT[:100]
+        await asyncio.sleep(3.0)
+        assert len(cluster.app.kept) == 0
 
     simulate(test, script=SLOW)
 

@@ -351,6 +351,7 @@ class RouterApp:
             grace_s = max(0.0, until - asyncio.get_running_loop().time())
             await asyncio.gather(self._server.stop(grace_s), *([self._http.stop(grace_s)] if self._http else []))
         await self.calls.reckonings.close()
+        await self._empty(asyncio.get_running_loop().time() + _HAND_OVER_S)
         self._sources.close()
         for task in self._tasks:
             task.cancel()

@@ -28,6 +28,7 @@ from manylora_shared.errors import (
 
 from manylora_router.guard.admission import RequestInput
 from manylora_router.links.answer_owners import AnswerOwners
+from manylora_router.request.call import draining
 from manylora_router.request.frames import Delta, Frame
 
 _LOG = logging.getLogger(__name__)
@@ -154,6 +155,7 @@ class KeptAnswers:
         self._bytes: dict[str, int] = {}
         self._counts: dict[str, int] = {}
         self._releasing: set[asyncio.Task[None]] = set()
+        self._is_closing = False
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -211,7 +213,8 @@ class KeptAnswers:
         return answer
 
     async def close(self) -> None:
-        """What still runs is cancelled."""
+        """What still runs is cancelled, as the router stops."""
+        self._is_closing = True
         answers = list(self._by_id.values())
         tasks = [answer.task for answer in answers if answer.task is not None]
         for task in tasks:
@@ -254,7 +257,7 @@ class KeptAnswers:
         except ManyloraError as e:
             error = e
         except asyncio.CancelledError:
-            error = Cancelled("nobody read it any more")
+            error = draining() if self._is_closing else Cancelled("nobody read it any more")
             raise
         except Exception:
             _LOG.exception("what nobody foresaw ends a kept answer")
@@ -270,7 +273,13 @@ class KeptAnswers:
         if answer.error is not None and answer.key:  # the next call with its key does the work
             self._forget_key(answer)
         replayed = answer.error is None and answer.key and not answer.is_over
-        answer.timer = loop.call_later(REPLAY_S if replayed else answer.keep_s, self._forget, answer)
+        answer.timer = loop.call_later(REPLAY_S if replayed else answer.keep_s, self._expire, answer)
+
+    def _expire(self, answer: KeptAnswer) -> None:
+        if answer.at:  # what they have not read yet is of the tenant's bound
+            answer.timer = asyncio.get_running_loop().call_later(answer.keep_s, self._expire, answer)
+        else:
+            self._forget(answer)
 
     def _has_room(self, tenant: str) -> bool:
         """Lets go of the tenant's oldest ended answers, where that makes some."""
