@@ -13,3 +13,4 @@ KEEP_KEY = "x-keep-s"  # of HTTP: as GenerateRequest.keep_s
 HEDGE_KEY = "x-hedge"  # of two calls for one answer: the one that is cancelled before its first frame costs nothing
 TRACEPARENT_KEY = "traceparent"
 PEER_KEY = "x-manylora-peer"
+REQUEST_ID_KEY = "x-request-id"  # of an administrative act, in the audit log

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from manylora.v1 import admin_pb2, common_pb2, data_pb2, inference_pb2, status_pb2
+from manylora_shared.audit.verify import Segment
+from manylora_shared.coordination.records import AuditHeadRecord
 from manylora_shared.errors import (
     AlreadyExists,
     FieldViolation,
@@ -51,6 +54,9 @@ class FakeRouter:
     scores: list[tuple[str, str, float]] = field(default_factory=list)  # tenant, request and score
     sealed: list[data_pb2.SealStoresResponse] = field(default_factory=list)
     is_sealing: bool = True
+    audit_segments: list[Segment] = field(default_factory=list)
+    audit_heads: list[AuditHeadRecord] = field(default_factory=list)
+    silent_router_ids: list[str] = field(default_factory=list)
     tells_tenant_alone: bool = False
     """Answers `get_status` as a router does to a key of a tenant."""
 
@@ -95,6 +101,7 @@ class FakeRouter:
                     "GetAdapterLine": self.change_line,
                     "CreateKey": self.create_key,
                     "ListKeys": self.list_keys,
+                    "ReadAudit": self.read_audit,
                     "RevokeKey": self.revoke_key,
                     "RotateKey": self.rotate_key,
                     "LiftQuarantine": self.lift_quarantine,
@@ -299,6 +306,18 @@ class FakeRouter:
         adapter = _adapter(request.tenant_id, request.name)
         adapter.number = request.number or 7
         return admin_pb2.GetAdapterReportResponse(adapter=adapter, report=json.dumps(REPORT).encode())
+
+    async def read_audit(
+        self, request: admin_pb2.ReadAuditRequest, call: ServerCall
+    ) -> AsyncIterator[admin_pb2.ReadAuditResponse]:
+        heads = [admin_pb2.AuditHead(**dataclasses.asdict(head)) for head in self.audit_heads]
+        yield admin_pb2.ReadAuditResponse(heads=heads)
+        for segment in self.audit_segments:
+            for data in (segment.data[:100], segment.data[100:]):
+                part = admin_pb2.AuditPart(chain=segment.chain, number=segment.number, data=data)
+                yield admin_pb2.ReadAuditResponse(part=part)
+        for router_id in self.silent_router_ids:
+            yield admin_pb2.ReadAuditResponse(silent_router_id=router_id)
 
     async def read_adapter(
         self, request: admin_pb2.ReadAdapterRequest, call: ServerCall

@@ -7,6 +7,7 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from manylora.v1 import admin_pb2, common_pb2, inference_pb2, scheduler_pb2, status_pb2, worker_pb2
@@ -14,6 +15,8 @@ from manylora_router.app import RouterApp
 from manylora_router.config import RouterConfig
 from manylora_router.guard.admission import Prompt, RequestInput, TextPrompt
 from manylora_router.text.service import TextService
+from manylora_shared.audit.entries import Signer
+from manylora_shared.audit.log import AuditLog
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import AdapterRecord, KeyRecord, SchedulerRecord, WorkerRecord
 from manylora_shared.errors import Code, RpcError
@@ -441,6 +444,16 @@ class Answer:
         return self.frames[-1].finished
 
 
+def audit_log(folder: Path, store: MemoryStoreServer, clock: FakeClock) -> AuditLog:
+    return AuditLog(
+        folder,
+        Signer(bytes(32)),
+        store.client(),
+        now_unix_s=clock.now_unix_s,
+        getrandbits=random.Random(str(folder)).getrandbits,
+    )
+
+
 class KeyedChannel:
     """A channel whose calls present a key, unless their own metadata says who calls."""
 
@@ -472,6 +485,7 @@ class RouterCluster:
         text: TextService | None = None,
         script: Script | None = None,
         delay_s: float | None = None,
+        audit_folder: Path | None = None,
     ) -> None:
         delays = {} if delay_s is None else {"min_delay_s": delay_s, "max_delay_s": delay_s}
         self.network = MemoryNetwork(random.Random(seed), **delays)
@@ -494,6 +508,7 @@ class RouterCluster:
             rng=random.Random(seed),
             peer_secret=SIMULATED,
             clock=self.clock,
+            audit=audit_log(audit_folder, self.store_server, self.clock) if audit_folder is not None else None,
         )
         self.key_rng = random.Random(f"{seed}/keys")
         self._client: KeyedChannel | None = None
@@ -615,6 +630,18 @@ async def plain_request(cluster: RouterCluster, prompt: Prompt | None = None, **
 
 def text_request(text: str = "hi", **fields: object) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(text=text, **fields)  # type: ignore[arg-type]
+
+
+@contextlib.asynccontextmanager
+async def audited_cluster(folder: Path) -> AsyncIterator[RouterCluster]:
+    """Started, in real time, with an audit log in the folder: its disk is a real one."""
+    cluster = RouterCluster(delay_s=0.0001, audit_folder=folder)
+    await cluster.start()
+    try:
+        yield cluster
+        await cluster.at_rest()
+    finally:
+        await cluster.stop()
 
 
 def simulate(

@@ -16,11 +16,17 @@ from router_fakes import (
 )
 
 
+async def will(what: str, target: str, after: bytes) -> None:
+    assert (what, KeyRecord.from_json(after).key) == ("operator key file", keys.api_key(target.removeprefix("key ")))
+
+
 def test_the_operators_key_file(tmp_path: Any) -> None:
     path = tmp_path / "deep" / "operator.key"
 
     async def ensure(cluster: RouterCluster) -> str:
-        await operator_key.ensure(cluster.store, path, getrandbits=cluster.key_rng.getrandbits, now_unix_s=1.0)
+        await operator_key.ensure(
+            cluster.store, path, getrandbits=cluster.key_rng.getrandbits, now_unix_s=1.0, will=will
+        )
         assert path.stat().st_mode & 0o777 == 0o600
         return str(path.read_text().strip())
 
@@ -50,7 +56,7 @@ def test_the_operators_key_file(tmp_path: Any) -> None:
         path.write_text("nonsense")
         assert await ensure(cluster) not in (key, other, "nonsense")
         path.chmod(0o640)  # as a Secret of Kubernetes is mounted
-        await operator_key.ensure(cluster.store, path, getrandbits=lambda bits: 0, now_unix_s=1.0)
+        await operator_key.ensure(cluster.store, path, getrandbits=lambda bits: 0, now_unix_s=1.0, will=will)
         path.chmod(0o644)
         with pytest.raises(PermissionError, match="0600"):
             await ensure(cluster)

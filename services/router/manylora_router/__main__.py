@@ -12,9 +12,12 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from manylora.v1 import worker_pb2
+from manylora_shared.audit.log import AuditLog
+from manylora_shared.audit.signing import signer_of
 from manylora_shared.encryption.sealing import SealingKeys
 from manylora_shared.metadata import PEER_KEY
 from manylora_shared.process import loop as service_loop
+from manylora_shared.process.clock import SystemClock
 from manylora_shared.process.config import load
 from manylora_shared.process.last_resort import LastResort
 from manylora_shared.process.main import Parts, serve
@@ -64,6 +67,22 @@ def _adapter_store(config: RouterConfig, keys: SealingKeys | None) -> tuple[Adap
     return files, BucketDocuments(bucket, keys=keys)
 
 
+def _audit_log(config: RouterConfig, parts: Parts) -> AuditLog | None:
+    """Raises OSError, ValueError."""
+    if not config.audit_log:
+        _LOG.warning("no audit log is kept: --audit-log says where")
+        return None
+    folder = Path(config.audit_log)
+    key_file = Path(config.audit_key_file) if config.audit_key_file else folder.parent / "audit.key"
+    return AuditLog(
+        folder,
+        signer_of(key_file, parts.rng.getrandbits),
+        parts.store,
+        now_unix_s=SystemClock().now_unix_s,
+        getrandbits=parts.rng.getrandbits,
+    )
+
+
 async def build(config: RouterConfig, parts: Parts) -> RouterApp:
     text = await asyncio.to_thread(load_text, config.model)
     keyring = config.keyring()
@@ -84,6 +103,7 @@ async def build(config: RouterConfig, parts: Parts) -> RouterApp:
         rng=parts.rng,
         peer_secret=parts.peer_secret,
         tls=parts.tls,
+        audit=_audit_log(config, parts),
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from manylora_shared.audit.log import AuditLog
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Store
 from manylora_shared.coordination.peers import PeerSecret, PeerTransport
@@ -31,6 +32,7 @@ from manylora_shared.transport.places import Places
 from manylora_shared.transport.tls import Tls
 
 from manylora_router.admin.access import operator_key
+from manylora_router.admin.access.audit import AuditReader
 from manylora_router.admin.adapters import UPLOAD_BYTES_PER_S, AdapterIntake
 from manylora_router.admin.draining import Draining
 from manylora_router.admin.quality_gate import QualityGate
@@ -64,6 +66,7 @@ from manylora_router.guard.resume_tokens import ResumeTokens
 from manylora_router.guard.tokens import Issuer, Tokens
 from manylora_router.history.samples import STEP_S
 from manylora_router.keeping.encryption import EncryptionDesk
+from manylora_router.links.acts import Acts
 from manylora_router.links.answer_owners import AnswerOwners
 from manylora_router.links.callers import Callers
 from manylora_router.links.channels import WorkerChannels
@@ -107,6 +110,7 @@ class RouterApp:
         clock: WallClock | None = None,
         tls: Tls | None = None,
         pool_texts: Mapping[str, Load] | None = None,  # of pools besides the default one, whose is `text`
+        audit: AuditLog | None = None,
     ) -> None:
         self.config = config
         self.router_id = config.router_id or f"router-{rng.getrandbits(32):08x}"
@@ -128,26 +132,19 @@ class RouterApp:
         self.directory = self._mirrors()
         issuers = load_issuers(Path(config.token_issuers)) if config.token_issuers else []
         self._token_keys = TokenKeys(issuers)
+        self._audit = audit
+        self._acts = Acts(audit, self._clock)
         self.callers = self._callers(issuers)
         self.scheduler = SchedulerClient(
             router_id=self.router_id, transport=peers, leader_address=self.directory.leader_address, rng=rng
         )
-        self.calls = Calls(
-            directory=self.directory,
-            scheduler=self.scheduler,
-            channels=self.channels,
-            texts=self._texts,
-            telemetry=telemetry,
-            rng=rng,
-            tokens=ResumeTokens(peer_secret.sign),
-            now_unix_s=self._clock.now_unix_s,
-        )
+        self.calls = self._running_calls(telemetry)
         self.intake = self._front_intake()
         self.bounds = Bounds()
         self._pace = Pace(LARGE_BYTES_PER_S)
         self._others = OtherRouters(router_id=self.router_id, directory=self.directory, transport=transport)
         self._feedback = FeedbackDesk(self.calls, self._others)
-        self._entrance = Entrance(self.callers)
+        self._entrance = Entrance(self.callers, self._acts, rng.getrandbits)
         self._lease = LeaseSession(store, ttl_s=config.lease_ttl_s)
         owners = AnswerOwners(store, self.router_id, lambda: self._lease.lease_id)
         self.kept = KeptAnswers(owners, rng.getrandbits)
@@ -161,7 +158,19 @@ class RouterApp:
 
     def _callers(self, issuers: Sequence[Issuer]) -> Callers:
         tokens = Tokens(issuers, self._token_keys.key_of) if issuers else None
-        return Callers(self.directory.key_of, self._clock, tokens)
+        return Callers(self.directory.key_of, self._clock, tokens, self._acts.stranger)
+
+    def _running_calls(self, telemetry: Telemetry) -> Calls:
+        return Calls(
+            directory=self.directory,
+            scheduler=self.scheduler,
+            channels=self.channels,
+            texts=self._texts,
+            telemetry=telemetry,
+            rng=self._rng,
+            tokens=ResumeTokens(self._peer_secret.sign),
+            now_unix_s=self._clock.now_unix_s,
+        )
 
     def _mirrors(self) -> Directory:
         return Directory(
@@ -201,6 +210,7 @@ class RouterApp:
                 peers=peers,
                 leave=self._leaving.set,
             ),
+            audit=AuditReader(self._audit.folder if self._audit is not None else None, self._store, self._others),
             clock=self._clock,
             rng=self._rng,
         )
@@ -238,6 +248,7 @@ class RouterApp:
         return Door(
             intake=self.intake,
             callers=self.callers,
+            entrance=self._entrance,
             calls=self.calls,
             kept=self.kept,
             feedback=self._feedback,
@@ -301,12 +312,15 @@ class RouterApp:
 
     async def start(self) -> None:
         """Returns when this router serves. Waits for the store as long as it takes."""
+        if self._audit is not None:
+            await self._audit.start(self.router_id)
         if self.config.operator_key_file:
             await operator_key.ensure(
                 self._store,
                 Path(self.config.operator_key_file),
                 getrandbits=self._rng.getrandbits,
                 now_unix_s=self._clock.now_unix_s(),
+                will=self._acts.own,
             )
         self.directory.start()
         if self._keyring is not None:
@@ -320,9 +334,12 @@ class RouterApp:
             asyncio.create_task(self._keep_token_keys(), name="token keys"),
             asyncio.create_task(self.directory.failed(), name="mirrors"),
             asyncio.create_task(self._close_steps(), name="history"),
+            asyncio.create_task(self._acts.keep_counting(), name="refused calls"),
         ]
         if self._keyring is not None:
             self._tasks.append(asyncio.create_task(self._keyring.failed(), name="data keys"))
+        if self._audit is not None:
+            self._tasks.append(asyncio.create_task(self._audit.failed(), name="audit log"))
         if self.calls.metrics.has_readers:
             self._tasks.append(asyncio.create_task(self._tell_metrics(), name="metrics"))
         self._lease.start()
@@ -356,6 +373,9 @@ class RouterApp:
         for task in self._tasks:
             task.cancel()
         ended = await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._acts.tell_counts(is_last=True)
+        if self._audit is not None:
+            await self._audit.stop()
         self._status.close()
         await self.channels.close()
         await self.directory.close()

@@ -46,6 +46,10 @@ class RouterConfig(SealingSettings):
     console: bool = setting(True, "pages for operators and tenants at /console of the HTTP API's address")
     drain_s: float = setting(5.0, "how long running requests may go on after a SIGTERM", at_least=0)
     operator_key_file: str = setting("", "file with an operator's key, made where there is none; empty: none")
+    audit_log: str = setting("", "folder of the audit log; empty: none is kept")
+    audit_key_file: str = setting(
+        "", "file with the key that signs the audit log, made where there is none; empty: audit.key beside the folder"
+    )
     token_issuers: str = setting("", "YAML file of the issuers whose JSON web tokens are taken; empty: keys alone")
 
     @property

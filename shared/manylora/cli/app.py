@@ -13,6 +13,7 @@ from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.sampling import Sampling
 
 from manylora.cli.commands.adapter_commands import adapter_app
+from manylora.cli.commands.audit_commands import audit_app
 from manylora.cli.commands.encryption_commands import encryption_app
 from manylora.cli.commands.key_commands import key_app
 from manylora.cli.commands.load_command import load
@@ -37,6 +38,7 @@ cache_app = typer.Typer(help="What workers keep for later requests.", no_args_is
 app.add_typer(certs_app, name="certs")
 app.add_typer(tenant_app, name="tenant")
 app.add_typer(key_app, name="key")
+app.add_typer(audit_app, name="audit")
 app.add_typer(adapter_app, name="adapter")
 app.add_typer(cache_app, name="cache")
 app.add_typer(encryption_app, name="encryption")

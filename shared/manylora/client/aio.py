@@ -41,7 +41,7 @@ from manylora.client.cluster import (
 )
 from manylora.client.credentials import find_ca, find_key, trusting
 from manylora.client.folder import AdapterFolder, upload_parts
-from manylora.client.keys import Keys, Sealing
+from manylora.client.keys import Audit, Keys, Sealing
 from manylora.client.messages import (
     adapter_from,
     change_from,
@@ -243,6 +243,7 @@ class Client:
         self.tenants = Tenants(self._caller)
         self.keys = Keys(self._caller)
         self.encryption = Sealing(self._caller)
+        self.audit = Audit(self._caller)
         self.adapters = Adapters(self._caller)
 
     def generate(

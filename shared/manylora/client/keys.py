@@ -1,9 +1,13 @@
-"""API keys and the sealing of stores, as a client that may sees to them."""
+"""API keys, the sealing of stores and the audit log, as a client that may sees to them."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
 
+from manylora_shared.audit.verify import Segment
+from manylora_shared.coordination.records import AuditHeadRecord
+from manylora_shared.errors import RpcError
 from manylora_shared.transport.base import methods_of
 
 from manylora.client.caller import DEFAULT_TIMEOUT_S, Caller
@@ -90,3 +94,39 @@ class Sealing:
         request = data_pb2.SealStoresRequest(tenant_id=tenant)
         async for each in self._caller.answers(_DATA["SealStores"], request, timeout_s=timeout_s):
             yield SealedItem(each.tenant_id, each.what, each.problem)
+
+
+@dataclass
+class AuditCopy:
+    """What routers have of the audit log."""
+
+    heads: dict[str, AuditHeadRecord] = field(default_factory=dict)  # by chain
+    segments: list[Segment] = field(default_factory=list)
+    silent_router_ids: list[str] = field(default_factory=list)  # what they have is missing
+
+
+class Audit:
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+
+    async def read(self, *, last: int = 0, timeout_s: float | None = None) -> AuditCopy:
+        """last: only so many entries of each chain; 0: all."""
+        self._caller.check_open()
+        request = admin_pb2.ReadAuditRequest(last=last)
+        stream = self._caller.stream(_ADMIN["ReadAudit"], request, timeout_s=timeout_s)
+        found, parts = AuditCopy(), dict[tuple[str, int], bytearray]()
+        try:
+            while (answer := await stream.read()) is not None:
+                for head in answer.heads:
+                    values = {each.name: getattr(head, each.name) for each in head.DESCRIPTOR.fields}
+                    found.heads[head.chain] = AuditHeadRecord(**values)
+                if answer.HasField("part"):
+                    parts.setdefault((answer.part.chain, answer.part.number), bytearray()).extend(answer.part.data)
+                if answer.silent_router_id:
+                    found.silent_router_ids.append(answer.silent_router_id)
+        except RpcError as error:
+            raise self._caller.failed(error) from None
+        finally:
+            stream.cancel()
+        found.segments = [Segment(*name, bytes(data)) for name, data in sorted(parts.items())]
+        return found

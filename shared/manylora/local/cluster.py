@@ -1,8 +1,8 @@
 """A whole cluster on this machine: etcd, scheduler, routers and workers as supervised child processes, on loopback.
 
-Owns them and the data folder: etcd/, adapters/, logs/, operator.key (which clients of the same user find by the
-router's address), peer.secret, encryption.keys and lock. What dies is started again with its id, data and address.
-Children end with their parent.
+Owns them and the data folder: etcd/, adapters/, audit/, logs/, audit.key, operator.key (which clients of the same user
+find by the router's address), peer.secret, encryption.keys and lock. What dies is started again with its id, data and
+address. Children end with their parent.
 """
 
 from __future__ import annotations
@@ -411,6 +411,8 @@ class LocalCluster:
             "http-listen": http or "",
             "drain-s": "" if self.options.drain_s is None else f"{self.options.drain_s:g}",
             "operator-key-file": str(self.key_file) if index == 0 else "",
+            "audit-log": str(self._data / "audit"),
+            "audit-key-file": str(self._data / "audit.key"),
         }
         flags = [f"--{name}={value}" for name, value in settings.items() if value] + self._encryption_flags()
         return [

@@ -569,6 +569,52 @@ class LiftQuarantineResponse(_message.Message):
     missed_router_ids: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, prompts: _Optional[int] = ..., missed_router_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class ReadAuditRequest(_message.Message):
+    __slots__ = ("last", "local_only")
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_ONLY_FIELD_NUMBER: _ClassVar[int]
+    last: int
+    local_only: bool
+    def __init__(self, last: _Optional[int] = ..., local_only: _Optional[bool] = ...) -> None: ...
+
+class ReadAuditResponse(_message.Message):
+    __slots__ = ("heads", "part", "silent_router_id")
+    HEADS_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    SILENT_ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    heads: _containers.RepeatedCompositeFieldContainer[AuditHead]
+    part: AuditPart
+    silent_router_id: str
+    def __init__(self, heads: _Optional[_Iterable[_Union[AuditHead, _Mapping]]] = ..., part: _Optional[_Union[AuditPart, _Mapping]] = ..., silent_router_id: _Optional[str] = ...) -> None: ...
+
+class AuditHead(_message.Message):
+    __slots__ = ("chain", "seq", "hash", "service", "at_unix_s", "public_key", "signature")
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_FIELD_NUMBER: _ClassVar[int]
+    AT_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    chain: str
+    seq: int
+    hash: str
+    service: str
+    at_unix_s: float
+    public_key: str
+    signature: str
+    def __init__(self, chain: _Optional[str] = ..., seq: _Optional[int] = ..., hash: _Optional[str] = ..., service: _Optional[str] = ..., at_unix_s: _Optional[float] = ..., public_key: _Optional[str] = ..., signature: _Optional[str] = ...) -> None: ...
+
+class AuditPart(_message.Message):
+    __slots__ = ("chain", "number", "data")
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    chain: str
+    number: int
+    data: bytes
+    def __init__(self, chain: _Optional[str] = ..., number: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
 class DrainRequest(_message.Message):
     __slots__ = ("id",)
     ID_FIELD_NUMBER: _ClassVar[int]

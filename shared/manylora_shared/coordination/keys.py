@@ -12,6 +12,7 @@
 # /manylora/answers/<tenant_id>/<digest>     AnswerRecord: of an idempotency key, bound to its router's lease
 # /manylora/schedulers/<scheduler_id>        SchedulerMember, leading or not, bound to its own lease
 # /manylora/data_keys/<owner>                DataKeyRecord: wrapped; a tenant's goes with its policy
+# /manylora/audit/<chain>                    AuditHeadRecord
 
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ API_KEYS = ROOT + "keys/"
 ANSWERS = ROOT + "answers/"
 SCHEDULERS = ROOT + "schedulers/"
 DATA_KEYS = ROOT + "data_keys/"
+AUDIT_HEADS = ROOT + "audit/"
 
 
 def worker(worker_id: str) -> str:
@@ -67,3 +69,7 @@ def scheduler(scheduler_id: str) -> str:
 
 def data_key(owner: str) -> str:
     return DATA_KEYS + owner
+
+
+def audit_head(chain: str) -> str:
+    return AUDIT_HEADS + chain

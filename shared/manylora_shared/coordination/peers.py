@@ -41,7 +41,7 @@ class PeerSecret:
     def of_file(cls, path: Path, getrandbits: Callable[[int], int]) -> Self:
         """Makes the file where there is none. Raises OSError, or ValueError where it holds no secret."""
         if not path.exists():
-            _make(path, f"{getrandbits(256):064x}\n")
+            make_secret(path, f"{getrandbits(256):064x}\n")
         try:
             return cls(read_secret(path))
         except ValueError as e:
@@ -69,7 +69,7 @@ def read_secret(path: Path) -> str:
         return file.read(_MAX_BYTES).strip()
 
 
-def _make(path: Path, text: str) -> None:
+def make_secret(path: Path, text: str) -> None:
     """Whole or not at all; of several that make it at the same time, one does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")  # of mode 0600

@@ -320,3 +320,20 @@ class DataKeyRecord(_JsonRecord):
     @property
     def key(self) -> str:
         return keys.data_key(self.owner)
+
+
+@dataclass(frozen=True)
+class AuditHeadRecord(_JsonRecord):
+    """The end of a chain of the audit log, as its writer signed it last."""
+
+    chain: str
+    seq: int  # entries
+    hash: str  # of the last one's line
+    service: str  # that wrote it
+    at_unix_s: float
+    public_key: str  # Ed25519, hex
+    signature: str  # over all of these, with an empty signature
+
+    @property
+    def key(self) -> str:
+        return keys.audit_head(self.chain)

@@ -54,18 +54,20 @@ class AdapterDocuments:
             raise InvalidRequest.of("name", problem)
         samples = parse_samples(request.samples)
         async with self._puts.setdefault(tenant_id, asyncio.Lock()):
-            found = await self._put(tenant_id, request.name, request.samples)
+            found = await self._put(tenant_id, request.name, request.samples, call)
         told = _info(found) if found is not None else admin_pb2.SamplesInfo(name=request.name)
         told.count = len(samples)
         return admin_pb2.PutSamplesResponse(samples=told)
 
-    async def _put(self, tenant_id: str, name: str, samples: bytes) -> Document | None:
+    async def _put(self, tenant_id: str, name: str, samples: bytes, call: KnownCall) -> Document | None:
         """None: it has been removed since. Raises Overloaded."""
         full = Overloaded(f"name: the tenant has {MAX_SAMPLE_SETS} sets of samples, as many as it may have")
         held = {each.name for each in await self._documents.held(tenant_id, SAMPLES)}
         if name not in held and len(held) >= MAX_SAMPLE_SETS:
             raise full
         path = path_of(tenant_id, SAMPLES, name)
+        before = await self._documents.get(path) if name in held else None
+        await call.will(f"samples {tenant_id}/{name}", before, samples)
         await self._documents.put(path, samples)
         after = {each.name: each for each in await self._documents.held(tenant_id, SAMPLES)}
         if name not in held and len(after) > MAX_SAMPLE_SETS:
@@ -86,7 +88,9 @@ class AdapterDocuments:
         tenant_id = await self._tenant(request.tenant_id, call)
         if request.name not in {each.name for each in await self._documents.held(tenant_id, SAMPLES)}:
             raise NotFound(f"name: the tenant has no samples {request.name[:80]!r}")
-        await self._documents.delete(path_of(tenant_id, SAMPLES, request.name))
+        path = path_of(tenant_id, SAMPLES, request.name)
+        await call.will(f"samples {tenant_id}/{request.name}", await self._documents.get(path))
+        await self._documents.delete(path)
         return admin_pb2.RemoveSamplesResponse()
 
     async def report(
@@ -107,6 +111,7 @@ class AdapterDocuments:
         wanted = request.number or record.number
         version = _only([each for each in record.line.served if each.number == wanted], request.number)
         with self._reads.held(f"tenant {tenant_id} that read adapters"):
+            await call.will(f"weights of adapter {tenant_id}/{request.name}@{version.number}")
             yield admin_pb2.ReadAdapterResponse(adapter=adapter_info(record.at(version)))
             uid = adapter_uid(AdapterDigest(version.uid), TenantId(tenant_id))
             async for name, data in self._documents.adapter(uid):

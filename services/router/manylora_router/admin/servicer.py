@@ -36,6 +36,7 @@ from manylora_shared.tenancy.adapter_shares import pins_problem
 from manylora_shared.tenancy.policy import TenantPolicy, line_of, parse_policy
 from manylora_shared.transport.base import Gate, Service
 
+from manylora_router.admin.access.audit import AuditReader
 from manylora_router.admin.access.keys import Keys, key_record
 from manylora_router.admin.adapter_documents import AdapterDocuments
 from manylora_router.admin.adapters import AdapterIntake
@@ -71,6 +72,7 @@ class AdminServicer:
         status: ClusterStatus,
         levels: ServiceLevels,
         draining: Draining,
+        audit: AuditReader,
         clock: WallClock,
         rng: random.Random,
     ) -> None:
@@ -87,6 +89,7 @@ class AdminServicer:
         self._status = status
         self._levels = levels
         self._draining = draining
+        self._audit = audit
 
     @property
     def handlers(self) -> dict[str, Callable[..., Any]]:
@@ -105,7 +108,13 @@ class AdminServicer:
             "DropWorkerCaches": self.drop_worker_caches,
             "GetStatus": self.get_status,
         }
-        handlers = own | self._keys.handlers | self._versions.handlers | self._adapter_documents.handlers
+        handlers = (
+            own
+            | self._audit.handlers
+            | self._keys.handlers
+            | self._versions.handlers
+            | self._adapter_documents.handlers
+        )
         return self._entrance.guarded(_SERVICE, handlers)
 
     def service(self, gate: Gate) -> Service:
@@ -135,6 +144,7 @@ class AdminServicer:
             if request.validate_only or (stored is not None and stored.value == value):
                 return answer
             before = stored.mod_revision if stored is not None else 0
+            await call.will(f"tenant {policy.tenant_id}", stored.value if stored is not None else None, value)
             result = await self._store.txn([Compare(key, before)], [Put(key, value)])
             if result.succeeded:
                 await self._directory.tenant_seen(policy.tenant_id, result.revision)
@@ -215,6 +225,7 @@ class AdminServicer:
         removed = 0
         for _ in range(_MAX_CONFLICTS):
             stored = await self._stored_tenant(tenant_id)
+            await call.will(f"tenant {tenant_id}", stored.value)
             removed += await self._delete_adapters(tenant_id)
             result = await self._store.txn(
                 [Compare(keys.tenant(tenant_id), stored.mod_revision)],
@@ -275,7 +286,7 @@ class AdminServicer:
             record, report = await self._validation.take_in(
                 header, requests, policy, is_operator=caller.tenant_id is None
             )
-            added = await self._versions.register(record, only_new=header.only_new)
+            added = await self._versions.register(record, call, only_new=header.only_new)
         if added.state:
             raise refused_by_gate(added, report)
         return admin_pb2.AddAdapterResponse(adapter=adapter_info(added))
@@ -332,7 +343,11 @@ class AdminServicer:
         tenant_id = call.principal.require_tenant(request.tenant_id)
         await self._stored_tenant(tenant_id)
         key = keys.adapter(tenant_id, request.name)
-        if not is_valid_name(request.name) or not await self._store.delete(key):
+        stored = await self._store.get(key) if is_valid_name(request.name) else None
+        if stored is None:
+            raise _unknown_adapter(request.name)
+        await call.will(f"adapter {tenant_id}/{request.name}", stored.value)
+        if not await self._store.delete(key):
             raise _unknown_adapter(request.name)
         await self._directory.adapter_seen(tenant_id, request.name, 0, deleted=True)
         return admin_pb2.RemoveAdapterResponse()
@@ -345,6 +360,7 @@ class AdminServicer:
         """Also of a tenant that is gone: it may come back while its prompts are remembered."""
         if problem := name_problem(request.tenant_id):
             raise InvalidRequest.of("tenant_id", problem)
+        await call.will(f"quarantine of tenant {request.tenant_id}")
         answer = await self._levels.lift_quarantine(
             TenantId(request.tenant_id), call.metadata, local_only=request.local_only
         )
@@ -352,11 +368,13 @@ class AdminServicer:
         return answer
 
     async def drain(self, request: admin_pb2.DrainRequest, call: KnownCall) -> admin_pb2.DrainResponse:
+        await call.will(f"service {request.id}")
         return admin_pb2.DrainResponse(kind=await self._draining.drain(request.id, call.metadata))
 
     async def drop_worker_caches(
         self, request: admin_pb2.DropWorkerCachesRequest, call: KnownCall
     ) -> admin_pb2.DropWorkerCachesResponse:
+        await call.will(f"caches of worker {request.worker_id}")
         return await self._draining.drop_caches(request)
 
     async def get_status(self, request: admin_pb2.GetStatusRequest, call: KnownCall) -> admin_pb2.GetStatusResponse:

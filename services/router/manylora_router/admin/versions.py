@@ -53,7 +53,7 @@ class AdapterVersions:
         if stored is not None and _read(stored).line.served:
             raise AlreadyExists(f"header.name: the tenant has an adapter {name!r} already")
 
-    async def register(self, record: AdapterRecord, *, only_new: bool) -> AdapterRecord:
+    async def register(self, record: AdapterRecord, call: KnownCall, *, only_new: bool) -> AdapterRecord:
         """As the first version of its name, or the next; the same bytes are the version that they are already.
 
         Raises AlreadyExists, InvalidRequest, or NotFound where the tenant is gone.
@@ -77,6 +77,7 @@ class AdapterVersions:
                 added = changed.at(version)
                 if line == before.line:
                     return added
+            await call.will(_target(record), stored.value if stored is not None else None, changed.to_json())
             result = await self._store.txn(
                 [
                     Compare(record.key, stored.mod_revision if stored is not None else 0),
@@ -153,6 +154,7 @@ class AdapterVersions:
             record = AdapterRecord.of(tenant_id, name, line)
             if line == before.line:
                 return adapter_line(record)
+            await call.will(_target(record), stored.value, record.to_json())
             result = await self._store.txn(
                 [Compare(stored.key, stored.mod_revision)], [Put(stored.key, record.to_json())]
             )
@@ -173,6 +175,10 @@ class AdapterVersions:
         if stored is None:
             raise NotFound(f"name: adapter {name[:80]!r} is not known to this tenant")
         return stored
+
+
+def _target(record: AdapterRecord) -> str:
+    return f"adapter {record.tenant_id}/{record.name}"
 
 
 def _plan(auto: admin_pb2.AutoRollout, *, trial: str) -> Plan:

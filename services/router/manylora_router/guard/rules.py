@@ -65,6 +65,7 @@ RPCS: Mapping[str, Rule] = {
     "AdminService/LiftQuarantine": _act(Scope.CLUSTER_WRITE),
     "AdminService/Drain": _act(Scope.CLUSTER_WRITE),
     "AdminService/DropWorkerCaches": _act(Scope.CLUSTER_WRITE),
+    "AdminService/ReadAudit": Rule((Scope.AUDIT_READ,)),
     "AdminService/GetStatus": _METRICS,
     "DataService/GetEncryption": Rule((Scope.METRICS_READ,), is_clusters=True),
     "DataService/RotateEncryption": _act(Scope.CLUSTER_WRITE),

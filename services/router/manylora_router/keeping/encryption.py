@@ -59,14 +59,17 @@ class EncryptionDesk:
     async def rotate(
         self, request: data_pb2.RotateEncryptionRequest, call: KnownCall
     ) -> data_pb2.RotateEncryptionResponse:
+        keyring = self._keys()
+        await call.will("encryption of all stores")
         # Shielded: one that is begun is ended, whoever asked for it.
-        told = await asyncio.shield(asyncio.to_thread(self._keys().rotate))
+        told = await asyncio.shield(asyncio.to_thread(keyring.rotate))
         return data_pb2.RotateEncryptionResponse(wrapped_by=told.by, rewrapped=told.rewrapped, forgotten=told.forgotten)
 
     async def seal(
         self, request: data_pb2.SealStoresRequest, call: KnownCall
     ) -> AsyncIterator[data_pb2.SealStoresResponse]:
         self._keys()
+        await call.will(f"stores of tenant {request.tenant_id}" if request.tenant_id else "stores of all tenants")
         prefix = keys.adapters_of(request.tenant_id) if request.tenant_id else keys.ADAPTERS
         for kv in (await self._store.list(prefix)).kvs:
             try:

@@ -28,14 +28,22 @@ _LENT_BITS = 256
 
 
 class Callers:
-    """tokens: None: none are taken."""
+    """
+    tokens: None: none are taken.
+    on_stranger: told the host of each call without a valid key.
+    """
 
     def __init__(
-        self, key_of: Callable[[str], KeyRecord | None], clock: WallClock, tokens: Tokens | None = None
+        self,
+        key_of: Callable[[str], KeyRecord | None],
+        clock: WallClock,
+        tokens: Tokens | None = None,
+        on_stranger: Callable[[str], None] = lambda host: None,
     ) -> None:
         self._key_of = key_of
         self._clock = clock
         self._tokens = tokens
+        self._on_stranger = on_stranger
         self._failures = Failures()
         self._lent: dict[str, Principal] = {}
 
@@ -67,6 +75,7 @@ class Callers:
         try:
             return self._principal(given, now, host)
         except Unauthenticated as e:
+            self._on_stranger(host)
             self._failures.note(host, now, e)
             raise
 

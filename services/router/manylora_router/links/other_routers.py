@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from google.protobuf.message import Message
@@ -18,6 +18,7 @@ from manylora_router.links.directory import Directory
 
 _LOG = logging.getLogger(__name__)
 _TIMEOUT_S = 1.0
+_STREAM_TIMEOUT_S = 120.0
 _SHOWN = (AUTHORIZATION_KEY, TENANT_KEY)
 
 
@@ -29,14 +30,33 @@ class OtherRouters:
 
     async def ask(self, method: Method, request: Message, metadata: Mapping[str, str]) -> dict[str, Any]:
         """Answers by router id; an RpcError, which is logged unless it is NOT_FOUND, where there is none."""
-        others = {
-            router_id: record.address
-            for router_id, record in sorted(self._directory.routers.items())
-            if router_id != self.router_id
-        }
-        shown = {key: metadata[key] for key in _SHOWN if key in metadata}
+        others, shown = self._others(), _shown(metadata)
         asked = (self._ask(address, method, request, shown) for address in others.values())
         return dict(zip(others, await asyncio.gather(*asked), strict=True))
+
+    async def streams(
+        self, method: Method, request: Message, metadata: Mapping[str, str]
+    ) -> AsyncIterator[tuple[str, Any]]:
+        """Each router's answers, with its id, one router after the other; an RpcError where its stream ends by one."""
+        for router_id, address in self._others().items():
+            channel = self._transport.connect(address)
+            try:
+                stream = channel.stream(method, request, timeout=_STREAM_TIMEOUT_S, metadata=_shown(metadata))
+                try:
+                    while (answer := await stream.read()) is not None:
+                        yield router_id, answer
+                finally:
+                    stream.cancel()
+            except RpcError as e:
+                _LOG.warning("a router did not answer another", extra=fields(address=address, error=str(e)))
+                yield router_id, e
+            finally:
+                await channel.close()
+
+    def _others(self) -> dict[str, str]:
+        """Addresses by id."""
+        records = sorted(self._directory.routers.items())
+        return {router_id: record.address for router_id, record in records if router_id != self.router_id}
 
     async def _ask(self, address: str, method: Method, request: Message, shown: Mapping[str, str]) -> Any:
         channel = self._transport.connect(address)
@@ -49,3 +69,7 @@ class OtherRouters:
             return e
         finally:
             await channel.close()
+
+
+def _shown(metadata: Mapping[str, str]) -> dict[str, str]:
+    return {key: metadata[key] for key in _SHOWN if key in metadata}

@@ -72,6 +72,7 @@ class Keys:
                 if tenant is None:
                     raise NotFound(f"tenant_id: tenant {record.tenant_id[:80]!r} is not known")
                 compares.append(Compare(keys.tenant(record.tenant_id), tenant.mod_revision))
+            await call.will(f"key {record.key_id}", None, record.to_json())
             if (await self._store.txn(compares, operations)).succeeded:
                 await self._directory.key_seen(record)
                 _LOG.info("key made", extra=fields(key_id=record.key_id, tenant=record.tenant_id))
@@ -105,6 +106,7 @@ class Keys:
             stored, record = await self._stored(request.key_id, call.principal)
             if not record.revoked_unix_s:
                 record = dataclasses.replace(record, revoked_unix_s=self._clock.now_unix_s())
+                await call.will(f"key {record.key_id}", stored.value, record.to_json())
                 result = await self._store.txn([Compare(key, stored.mod_revision)], [Put(key, record.to_json())])
                 if not result.succeeded:
                     continue
@@ -135,6 +137,8 @@ class Keys:
             ends = min(now + request.overlap_s, old.expires_unix_s or math.inf)
             replaced = dataclasses.replace(old, expires_unix_s=ends)
             new = keys.api_key(made.record.key_id)
+            await call.will(f"key {old.key_id}", stored.value, replaced.to_json())
+            await call.will(f"key {made.record.key_id}", None, made.record.to_json())
             result = await self._store.txn(
                 [Compare(stored.key, stored.mod_revision), Compare(new, 0)],
                 [

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from manylora_shared.audit.log import NotAudited
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Compare, Put, Store, StoreUnavailable
 from manylora_shared.coordination.records import KeyRecord
@@ -25,17 +26,34 @@ KEY_NAME = "operator key file"
 SCOPES = (Scope.GATEWAY.value, Scope.OPERATOR.value)
 
 
-async def ensure(store: Store, path: Path, *, getrandbits: Callable[[int], int], now_unix_s: float) -> None:
-    """Returns once the file has a key in force. Raises OSError where everybody may read the file."""
+async def ensure(
+    store: Store,
+    path: Path,
+    *,
+    getrandbits: Callable[[int], int],
+    now_unix_s: float,
+    will: Callable[[str, str, bytes], Awaitable[None]],
+) -> None:
+    """Returns once the file has a key in force. Raises OSError where everybody may read the file.
+
+    Args:
+        will: told what is to be done, for which key, and its record.
+    """
     while True:
         try:
-            await _ensure(store, path, getrandbits, now_unix_s)
+            await _ensure(store, path, getrandbits, now_unix_s, will)
             return
-        except StoreUnavailable:
+        except (StoreUnavailable, NotAudited):
             await asyncio.sleep(_RETRY_S)
 
 
-async def _ensure(store: Store, path: Path, getrandbits: Callable[[int], int], now_unix_s: float) -> None:
+async def _ensure(
+    store: Store,
+    path: Path,
+    getrandbits: Callable[[int], int],
+    now_unix_s: float,
+    will: Callable[[str, str, bytes], Awaitable[None]],
+) -> None:
     text = await asyncio.to_thread(_read, path)
     made = _as_key(text, now_unix_s) if text is not None else None
     if made is not None:
@@ -55,6 +73,7 @@ async def _ensure(store: Store, path: Path, getrandbits: Callable[[int], int], n
         )  # fmt: skip
         await asyncio.to_thread(_write, path, made.key)
     key = keys.api_key(made.record.key_id)
+    await will("operator key file", f"key {made.record.key_id}", made.record.to_json())
     result = await store.txn([Compare(key, 0)], [Put(key, made.record.to_json())])
     if result.succeeded:
         _LOG.info("the operator's key is registered", extra=fields(key_id=made.record.key_id, file=str(path)))

@@ -149,7 +149,7 @@ class Routes:
         if handlers is None:
             raise NotFound(f"there is no {shown(exchange.path)} here")
         if (method := _read_as(method)) in handlers:
-            rules.check(rules.ROUTES, f"{method} {path}", principal)
+            self._door.entrance.check_route(f"{method} {path}", principal, exchange.peer, exchange.request_id)
         in_name = path in _GUARDED
         exchange.tenant = self._door.intake.tenant_of(asked.nameless(caller)) if in_name else own_tenant(principal)
         return handlers

@@ -33,6 +33,7 @@ from manylora_router.front.pace import Pace
 from manylora_router.guard.admission import RequestInput
 from manylora_router.guard.pools import NO_NAMES, ModelNames
 from manylora_router.links.callers import Callers
+from manylora_router.links.entrance import Entrance
 from manylora_router.links.moments import Moments
 from manylora_router.request.call import Calls
 from manylora_router.request.frames import ChoiceEnd, Delta, Finished, Frame, Started
@@ -57,6 +58,7 @@ class Door:
 
     intake: Intake
     callers: Callers
+    entrance: Entrance
     calls: Calls
     kept: KeptAnswers
     feedback: FeedbackDesk

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from manylora.v1 import admin_pb2
 from manylora_shared.errors import AlreadyExists, HttpError
+from manylora_shared.metadata import REQUEST_ID_KEY
+from manylora_shared.tenancy.identity import AUTHORIZATION_KEY
 
 from manylora_router.front.http.api import asked
 from manylora_router.front.http.api.answers import Door
@@ -84,7 +86,8 @@ def _required(fields: Fields, name: str) -> str:
 
 
 def admin_call(exchange: Exchange, caller: asked.Caller) -> AdminCall:
-    return AdminCall({**exchange.headers, "authorization": caller.authorization}, exchange.peer)
+    own = {AUTHORIZATION_KEY: caller.authorization, REQUEST_ID_KEY: exchange.request_id}
+    return AdminCall({**exchange.headers, **own}, exchange.peer)
 
 
 async def _say(exchange: Exchange, words: str) -> None:
