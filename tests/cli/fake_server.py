@@ -381,6 +381,8 @@ class FakeRouter:
             tenant_id=request.tenant_id,
             scopes=request.scopes,
             role=request.role,
+            requests_per_min=request.requests_per_min,
+            tokens_per_min=request.tokens_per_min,
             name=request.name,
             created_unix_s=1.0,
         )

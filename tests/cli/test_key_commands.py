@@ -15,4 +15,6 @@ async def test_what_a_key_is_to_permit(manylora: Manylora, router: FakeRouter) -
     assert "for the cluster, with role viewer; it is not shown again" in out.stderr
     made = list(router.keys.values())[-1]
     assert (made.role, list(made.scopes)) == ("viewer", [])
+    await manylora("key", "create", "--tenant", "acme", "--requests-per-min", "60", "--tokens-per-min", "9000")
+    assert "60 requests/min, 9000 tokens/min" in (await manylora("key", "list")).stdout
     assert "role viewer" in (await manylora("key", "list")).stdout

@@ -8,7 +8,7 @@ from manylora_router.admin.access import keys as module
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.tenancy.roles import Role
 from manylora_shared.transport.base import Method
-from router_fakes import ADMIN, KeyedChannel, RouterCluster, simulate, until
+from router_fakes import ADMIN, GENERATE, KeyedChannel, RouterCluster, read_all, simulate, text_request, until
 
 
 def test_an_admin_gives_away_no_more_than_it_has() -> None:
@@ -68,5 +68,27 @@ def test_a_tenants_own_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
         await until(lambda: first not in cluster.app.directory.api_keys)
         assert {second, third} < set(cluster.app.directory.api_keys), "the one that had ended made room"
         assert (await cluster.client.call(method, admin_pb2.CreateKeyRequest(tenant_id="acme", role="generate"))).key
+
+    simulate(test)
+
+
+def test_a_keys_limits_go_to_the_scheduler_and_on_to_the_key_that_takes_its_place() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        limits = {"requests_per_min": 3, "tokens_per_min": 500, "concurrency": 2}
+        create = ADMIN["CreateKey"]
+        made = await cluster.client.call(create, create.request_type(tenant_id="acme", role="generate", **limits))
+        rotate = ADMIN["RotateKey"]
+        rotated = await cluster.client.call(rotate, rotate.request_type(key_id=made.info.key_id))
+        assert {name: getattr(rotated.info, name) for name in limits} == limits
+        stream = cluster.caller(rotated.key).stream(GENERATE, text_request())
+        assert (await read_all(stream)).error is None
+        told = cluster.scheduler.enqueued[-1].key
+        assert (told.key_id, told.requests_per_min, told.tokens_per_min) == (rotated.info.key_id, 3, 500)
+        assert (await cluster.ask(text_request())).error is None
+        assert not cluster.scheduler.enqueued[-1].HasField("key")
+        for fields in ({"role": "viewer", "concurrency": 1}, {"tenant_id": "acme", "concurrency": 2_000_000_000}):
+            with pytest.raises(RpcError) as error:
+                await cluster.client.call(create, create.request_type(**{"role": "generate", **fields}))
+            assert [v.field for v in error.value.violations] == ["concurrency"]
 
     simulate(test)

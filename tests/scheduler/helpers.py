@@ -18,6 +18,7 @@ from manylora_scheduler.core.reports import FlowLoad, FlowTokens, Residency, Sta
 from manylora_scheduler.core.request import FlowKey, QueuedRequest
 from manylora_scheduler.core.succession import ClockSnapshot
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
+from manylora_shared.tenancy.key_limits import KeyLimits
 
 ROUTER = RouterId("router")
 
@@ -39,6 +40,7 @@ def request(
     adapter: str | None = None,
     deadline: float | None = None,
     is_resumed: bool = False,
+    limits: KeyLimits | None = None,
 ) -> QueuedRequest:
     return QueuedRequest(
         request_id=RequestId(request_id),
@@ -52,6 +54,7 @@ def request(
         adapter_id=adapter or "",
         deadline=deadline,
         is_resumed=is_resumed,
+        limits=limits,
     )
 
 

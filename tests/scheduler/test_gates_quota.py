@@ -32,6 +32,7 @@ from manylora_scheduler.core.reports import WorkerReport
 from manylora_scheduler.gates.quota import ABSENCE_S, EXTENSION_WAIT_S, QuotaGate, QuotaView
 from manylora_shared.errors import Code
 from manylora_shared.ids import QosClass, RequestId, RouterId, TenantId, WorkerId
+from manylora_shared.tenancy.key_limits import KeyLimits
 from manylora_shared.tenancy.policy import ClassPolicy, TenantPolicy, TenantQuotas, TokenRate
 from manylora_shared.tenancy.quota import QuotaLevel
 
@@ -195,6 +196,38 @@ def test_concurrency_and_queue_caps() -> None:
     full.do(Withdrawn(1, RequestId("b")))
     full.settle("b", 0)
     assert not any(isinstance(c, SendRefusal) for c in full.do(Enqueued(1, request("c"))))
+
+
+def test_a_keys_own_limits_stand_below_its_tenants() -> None:
+    limits = KeyLimits("k1", requests_per_min=5, tokens_per_min=100, concurrency=2)
+    gate = Gate(policy(concurrency=3))
+    gate.ask("a", limits=limits)
+    gate.ask("b", limits=limits)
+    refusal = gate.refused("c", limits=limits)
+    assert [b.quota for b in refusal.breaches] == ["key.concurrency"]
+    assert refusal.message == "key.concurrency: 2 requests of key k1 run or wait already"
+    gate.ask("c")  # another key of the tenant
+    assert [b.quota for b in gate.refused("d", limits=limits).breaches] == ["key.concurrency", "quotas.concurrency"]
+    gate.settle("a", 5)
+    gate.settle("c", 5)
+    refusal = gate.refused("d", new=90, limits=limits)
+    assert [b.quota for b in refusal.breaches] == ["key.tokens_per_min"]
+    assert refusal.breaches[0].description == "100 tokens may be used, and key k1 has 75 of 100 a minute left"
+    assert refusal.retry_after_s == 15.0
+    assert gate.refused("d", new=91, limits=limits).retry_after_s is None, "it can never fit"
+    gate.ask("d", limits=limits)
+    gate.do(RouterDisconnected(ROUTER, 1))
+    gate.do(Tick(), ABSENCE_S + 1)
+    gate.do(RouterConnected(ROUTER, 1))
+    gate.ask("e", limits=limits)  # those of the router that was gone are written off
+
+
+def test_a_key_of_a_tenant_without_quotas_has_its_limits() -> None:
+    gate = Gate(policy())
+    limits = KeyLimits("k1", requests_per_min=1)
+    assert gate.ask("a", tenant="other", limits=limits) is None
+    assert [b.quota for b in gate.refused("b", tenant="other", limits=limits).breaches] == ["key.requests_per_min"]
+    assert gate.ask("c", tenant="other") is None
 
 
 def test_all_quotas_at_fault_are_named() -> None:

@@ -23,9 +23,20 @@ from manylora_scheduler.serving.wire import (
 )
 from manylora_shared.errors import InvalidRequest
 from manylora_shared.ids import QosClass, TenantId
+from manylora_shared.tenancy.key_limits import KeyLimits
 from manylora_shared.tenancy.overload import OverloadView, TenantView
 
 from tests.scheduler.helpers import ROUTER, Desk
+
+
+def test_a_keys_limits() -> None:
+    key = scheduler_pb2.KeyLimits(key_id="k1", requests_per_min=3, concurrency=2)
+    read = queued_request(enqueue(key=key), ROUTER, now=0.0, enqueued_ns=0)
+    assert read.limits == KeyLimits("k1", requests_per_min=3, concurrency=2)
+    assert queued_request(enqueue(), ROUTER, now=0.0, enqueued_ns=0).limits is None
+    for wrong in (scheduler_pb2.KeyLimits(), scheduler_pb2.KeyLimits(key_id="k", tokens_per_min=2_000_000_000)):
+        with pytest.raises(InvalidRequest):
+            queued_request(enqueue(key=wrong), ROUTER, now=0.0, enqueued_ns=0)
 
 
 def enqueue(**fields: Any) -> scheduler_pb2.Enqueue:

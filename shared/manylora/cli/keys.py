@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from manylora.cli.output import Target, print_json, print_table, say, usage_erro
 if TYPE_CHECKING:  # the client is loaded by the command that runs
     from manylora.client import KeyInfo
 
+_LIMITS = {"requests_per_min": "requests/min", "tokens_per_min": "tokens/min", "concurrency": "at once"}
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -33,11 +34,12 @@ async def create(
     role: str,
     lifetime_s: float,
     networks: Sequence[str],
+    limits: Mapping[str, int],
     as_json: bool,
 ) -> None:
     async with target.client() as client:
         key, info = await client.keys.create(
-            scopes, role=role, tenant=tenant, name=name, lifetime_s=lifetime_s, networks=networks
+            scopes, role=role, tenant=tenant, name=name, lifetime_s=lifetime_s, networks=networks, **limits
         )
     if as_json:
         print_json({"key": key, **_fields(info)})
@@ -66,7 +68,7 @@ async def list_all(target: Target, tenant: str, *, as_json: bool) -> None:
     if as_json:
         print_json({"keys": [_fields(info) for info in found]})
     else:
-        columns = ("key id", "tenant", "may", "name", "created", "expires", "revoked", "networks")
+        columns = ("key id", "tenant", "may", "name", "created", "expires", "revoked", "networks", "limits")
         print_table(columns, [_row(info) for info in found], empty="there are no keys")
 
 
@@ -90,6 +92,7 @@ def _fields(info: KeyInfo) -> dict[str, object]:
         "revoked_unix_s": info.revoked_unix_s,
         "expires_unix_s": info.expires_unix_s,
         "networks": list(info.networks),
+        **{name: getattr(info, name) for name in _LIMITS},
     }
 
 
@@ -111,6 +114,7 @@ def _row(info: KeyInfo) -> tuple[object, ...]:
         _time(info.expires_unix_s) if info.expires_unix_s else "-",
         _time(info.revoked_unix_s) if info.revoked_unix_s else "-",
         ",".join(info.networks) or "-",
+        ", ".join(f"{getattr(info, name)} {words}" for name, words in _LIMITS.items() if getattr(info, name)) or "-",
     )
 
 

@@ -57,6 +57,9 @@ class KeyInfo:
     expires_unix_s: float = 0.0  # 0: never
     networks: tuple[str, ...] = ()  # empty: from everywhere
     role: str = ""  # in the scopes' place
+    requests_per_min: int = 0  # 0, as below: no limit of its own
+    tokens_per_min: int = 0
+    concurrency: int = 0
 
 
 @dataclass(frozen=True)

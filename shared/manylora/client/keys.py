@@ -33,6 +33,9 @@ class Keys:
         name: str = "",
         lifetime_s: float = 0.0,
         networks: Sequence[str] = (),
+        requests_per_min: int = 0,
+        tokens_per_min: int = 0,
+        concurrency: int = 0,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> tuple[str, KeyInfo]:
         """The new key, which nothing will show again, and its record.
@@ -43,9 +46,18 @@ class Keys:
             tenant: to which it is bound; empty: to none.
             lifetime_s: 0: it does not end.
             networks: CIDR, from where it may be used; none: from everywhere.
+            requests_per_min: 0: only the tenant's quotas bound it, as with tokens_per_min and concurrency.
         """
         request = admin_pb2.CreateKeyRequest(
-            tenant_id=tenant, scopes=scopes, role=role, name=name, lifetime_s=lifetime_s, networks=networks
+            tenant_id=tenant,
+            scopes=scopes,
+            role=role,
+            name=name,
+            lifetime_s=lifetime_s,
+            networks=networks,
+            requests_per_min=requests_per_min,
+            tokens_per_min=tokens_per_min,
+            concurrency=concurrency,
         )
         answer = await self._caller.call(_ADMIN["CreateKey"], request, timeout_s=timeout_s, repeatable=False)
         return answer.key, key_from(answer.info)

@@ -162,6 +162,9 @@ class SyncKeys:
         name: str = "",
         lifetime_s: float = 0.0,
         networks: Sequence[str] = (),
+        requests_per_min: int = 0,
+        tokens_per_min: int = 0,
+        concurrency: int = 0,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> tuple[str, KeyInfo]:
         making = self._keys.create(
@@ -171,6 +174,9 @@ class SyncKeys:
             name=name,
             lifetime_s=lifetime_s,
             networks=networks,
+            requests_per_min=requests_per_min,
+            tokens_per_min=tokens_per_min,
+            concurrency=concurrency,
             timeout_s=timeout_s,
         )
         return self._thread.run(making)

@@ -77,20 +77,26 @@ class TenantInfo(_message.Message):
     def __init__(self, tenant_id: _Optional[str] = ..., policy_yaml: _Optional[str] = ..., version: _Optional[int] = ..., adapters: _Optional[int] = ...) -> None: ...
 
 class CreateKeyRequest(_message.Message):
-    __slots__ = ("tenant_id", "scopes", "name", "lifetime_s", "networks", "role")
+    __slots__ = ("tenant_id", "scopes", "name", "lifetime_s", "networks", "requests_per_min", "tokens_per_min", "concurrency", "role")
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     SCOPES_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     LIFETIME_S_FIELD_NUMBER: _ClassVar[int]
     NETWORKS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_PER_MIN_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_MIN_FIELD_NUMBER: _ClassVar[int]
+    CONCURRENCY_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     tenant_id: str
     scopes: _containers.RepeatedScalarFieldContainer[str]
     name: str
     lifetime_s: float
     networks: _containers.RepeatedScalarFieldContainer[str]
+    requests_per_min: int
+    tokens_per_min: int
+    concurrency: int
     role: str
-    def __init__(self, tenant_id: _Optional[str] = ..., scopes: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., lifetime_s: _Optional[float] = ..., networks: _Optional[_Iterable[str]] = ..., role: _Optional[str] = ...) -> None: ...
+    def __init__(self, tenant_id: _Optional[str] = ..., scopes: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., lifetime_s: _Optional[float] = ..., networks: _Optional[_Iterable[str]] = ..., requests_per_min: _Optional[int] = ..., tokens_per_min: _Optional[int] = ..., concurrency: _Optional[int] = ..., role: _Optional[str] = ...) -> None: ...
 
 class CreateKeyResponse(_message.Message):
     __slots__ = ("key", "info")
@@ -145,7 +151,7 @@ class RotateKeyResponse(_message.Message):
     def __init__(self, key: _Optional[str] = ..., info: _Optional[_Union[KeyInfo, _Mapping]] = ..., replaced: _Optional[_Union[KeyInfo, _Mapping]] = ...) -> None: ...
 
 class KeyInfo(_message.Message):
-    __slots__ = ("key_id", "tenant_id", "scopes", "name", "created_unix_s", "revoked_unix_s", "expires_unix_s", "networks", "role")
+    __slots__ = ("key_id", "tenant_id", "scopes", "name", "created_unix_s", "revoked_unix_s", "expires_unix_s", "networks", "role", "requests_per_min", "tokens_per_min", "concurrency")
     KEY_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     SCOPES_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +161,9 @@ class KeyInfo(_message.Message):
     EXPIRES_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     NETWORKS_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_PER_MIN_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_MIN_FIELD_NUMBER: _ClassVar[int]
+    CONCURRENCY_FIELD_NUMBER: _ClassVar[int]
     key_id: str
     tenant_id: str
     scopes: _containers.RepeatedScalarFieldContainer[str]
@@ -164,7 +173,10 @@ class KeyInfo(_message.Message):
     expires_unix_s: float
     networks: _containers.RepeatedScalarFieldContainer[str]
     role: str
-    def __init__(self, key_id: _Optional[str] = ..., tenant_id: _Optional[str] = ..., scopes: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., created_unix_s: _Optional[float] = ..., revoked_unix_s: _Optional[float] = ..., expires_unix_s: _Optional[float] = ..., networks: _Optional[_Iterable[str]] = ..., role: _Optional[str] = ...) -> None: ...
+    requests_per_min: int
+    tokens_per_min: int
+    concurrency: int
+    def __init__(self, key_id: _Optional[str] = ..., tenant_id: _Optional[str] = ..., scopes: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., created_unix_s: _Optional[float] = ..., revoked_unix_s: _Optional[float] = ..., expires_unix_s: _Optional[float] = ..., networks: _Optional[_Iterable[str]] = ..., role: _Optional[str] = ..., requests_per_min: _Optional[int] = ..., tokens_per_min: _Optional[int] = ..., concurrency: _Optional[int] = ...) -> None: ...
 
 class AddAdapterRequest(_message.Message):
     __slots__ = ("header", "chunk")

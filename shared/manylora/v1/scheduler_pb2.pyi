@@ -145,7 +145,7 @@ class VersionCounts(_message.Message):
     def __init__(self, completed: _Optional[int] = ..., failed: _Optional[int] = ..., cut: _Optional[int] = ..., cold: _Optional[_Mapping[int, int]] = ..., warm: _Optional[_Mapping[int, int]] = ..., token: _Optional[_Mapping[int, int]] = ..., scores: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class Enqueue(_message.Message):
-    __slots__ = ("request_id", "tenant_id", "qos_class", "priority", "adapter_uid", "prompt_tokens", "max_new_tokens", "sequences", "timeout_s", "traceparent", "adapter_id", "resumed", "pool")
+    __slots__ = ("request_id", "tenant_id", "qos_class", "priority", "adapter_uid", "prompt_tokens", "max_new_tokens", "sequences", "timeout_s", "traceparent", "adapter_id", "resumed", "pool", "key")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     QOS_CLASS_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +159,7 @@ class Enqueue(_message.Message):
     ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tenant_id: str
     qos_class: _common_pb2.QosClass
@@ -172,7 +173,20 @@ class Enqueue(_message.Message):
     adapter_id: str
     resumed: bool
     pool: str
-    def __init__(self, request_id: _Optional[str] = ..., tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., priority: _Optional[int] = ..., adapter_uid: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., sequences: _Optional[int] = ..., timeout_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., adapter_id: _Optional[str] = ..., resumed: _Optional[bool] = ..., pool: _Optional[str] = ...) -> None: ...
+    key: KeyLimits
+    def __init__(self, request_id: _Optional[str] = ..., tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., priority: _Optional[int] = ..., adapter_uid: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., sequences: _Optional[int] = ..., timeout_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., adapter_id: _Optional[str] = ..., resumed: _Optional[bool] = ..., pool: _Optional[str] = ..., key: _Optional[_Union[KeyLimits, _Mapping]] = ...) -> None: ...
+
+class KeyLimits(_message.Message):
+    __slots__ = ("key_id", "requests_per_min", "tokens_per_min", "concurrency")
+    KEY_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_PER_MIN_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_MIN_FIELD_NUMBER: _ClassVar[int]
+    CONCURRENCY_FIELD_NUMBER: _ClassVar[int]
+    key_id: str
+    requests_per_min: int
+    tokens_per_min: int
+    concurrency: int
+    def __init__(self, key_id: _Optional[str] = ..., requests_per_min: _Optional[int] = ..., tokens_per_min: _Optional[int] = ..., concurrency: _Optional[int] = ...) -> None: ...
 
 class Withdraw(_message.Message):
     __slots__ = ("request_id",)

@@ -304,6 +304,9 @@ class KeyRecord(_JsonRecord):
     expires_unix_s: float = 0.0  # 0: never
     networks: tuple[str, ...] = ()  # CIDR, from where it may be used; none: from everywhere
     role: str = ""  # in the scopes' place
+    requests_per_min: int = 0  # 0, as below: no limit of its own
+    tokens_per_min: int = 0
+    concurrency: int = 0
 
     @property
     def key(self) -> str:

@@ -11,12 +11,13 @@ import hashlib
 import hmac
 import ipaddress
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from manylora_shared.coordination.records import KeyRecord
 from manylora_shared.errors import FieldViolation, InvalidRequest, PermissionDenied, Unauthenticated
 from manylora_shared.ids import TenantId, name_problem
+from manylora_shared.tenancy.key_limits import KeyLimits, limit_problems
 from manylora_shared.tenancy.roles import CLUSTER_ROLES, TENANT_ROLES, Role, Scope, fits, granted
 
 AUTHORIZATION_KEY = "authorization"
@@ -37,6 +38,7 @@ class Principal:
     qos_class: str = ""  # of all its requests; empty: they say it
     role: str = ""  # beside the scopes
     subject: str = ""  # whose a token is, as its issuer says
+    limits: KeyLimits | None = None  # of the key; None: it has none of its own
 
     def may(self, scope: Scope) -> bool:
         return scope in granted(self.scopes, self.role)
@@ -82,11 +84,15 @@ def new_key(
     lifetime_s: float = 0.0,
     networks: Iterable[str] = (),
     role: str = "",
+    requests_per_min: int = 0,
+    tokens_per_min: int = 0,
+    concurrency: int = 0,
 ) -> NewKey:
     """`getrandbits` is of a cryptographic source. Raises InvalidRequest with every field at fault."""
     wanted = list(dict.fromkeys(scopes))
     allowed = list(dict.fromkeys(networks))
-    _check(tenant_id, wanted, name, lifetime_s, allowed, role)
+    limits = {"requests_per_min": requests_per_min, "tokens_per_min": tokens_per_min, "concurrency": concurrency}
+    _check(tenant_id, wanted, name, lifetime_s, allowed, role, limits)
     key_id, secret = f"{getrandbits(64):016x}", f"{getrandbits(256):064x}"
     record = KeyRecord(
         key_id=key_id,
@@ -98,6 +104,7 @@ def new_key(
         expires_unix_s=now_unix_s + lifetime_s if lifetime_s else 0.0,
         networks=tuple(allowed),
         role=role,
+        **limits,
     )
     return NewKey(f"mlk-{key_id}-{secret}", record)
 
@@ -152,7 +159,13 @@ def authenticate(
         raise PermissionDenied(f"this key may not be used from {host}")
     known = [Scope(scope) for scope in record.scopes if scope in tuple(Scope)]
     tenant_id = TenantId(record.tenant_id) if record.tenant_id else None
-    return Principal(key_id, tenant_id, tuple(known), role=record.role)
+    return Principal(key_id, tenant_id, tuple(known), role=record.role, limits=limits_of(record))
+
+
+def limits_of(record: KeyRecord) -> KeyLimits | None:
+    if not (record.requests_per_min or record.tokens_per_min or record.concurrency):
+        return None
+    return KeyLimits(record.key_id, record.requests_per_min, record.tokens_per_min, record.concurrency)
 
 
 def no_key() -> Unauthenticated:
@@ -212,8 +225,18 @@ def lifetime_problems(field: str, seconds: float) -> list[FieldViolation]:
     return [] if is_right else [FieldViolation(field, f"must be from 0 to {MAX_LIFETIME_S:g} seconds")]
 
 
-def _check(tenant_id: str, scopes: list[str], name: str, lifetime_s: float, networks: list[str], role: str) -> None:
-    found: list[FieldViolation] = []
+def _check(
+    tenant_id: str,
+    scopes: list[str],
+    name: str,
+    lifetime_s: float,
+    networks: list[str],
+    role: str,
+    limits: Mapping[str, int],
+) -> None:
+    found = limit_problems(**limits)
+    if not tenant_id:
+        found += [FieldViolation(limit, _FOR_KEYS[1]) for limit, value in limits.items() if value]
     if tenant_id and (problem := name_problem(tenant_id)):
         found.append(FieldViolation("tenant_id", problem))
     if role:

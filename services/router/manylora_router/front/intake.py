@@ -105,6 +105,8 @@ class Intake:
         """The tenant, and the request in the class that its token is for. Raises as `tenant_of`."""
         principal = self._callers.known(request.authorization)
         tenant = admission.tenant_of(principal, request.tenant)
+        if principal.limits is not None:
+            request = replace(request, limits=principal.limits)
         if not principal.qos_class or request.request_class == principal.qos_class:
             return tenant, request
         if request.request_class:
@@ -249,6 +251,7 @@ class Intake:
             can_stream=may_stream,
             is_resumable=request.is_resumable and may_stream,
             is_hedge=request.is_hedge,
+            limits=request.limits,
         )
         if begun is not None:
             job = self._taken_over(job, request, begun, policy, model)

@@ -22,6 +22,7 @@ from manylora_shared.metadata import ADAPTER_KEY, CLASS_KEY, IDEMPOTENCY_KEY, PR
 from manylora_shared.sampling import MAX_LISTED, Sampling
 from manylora_shared.tenancy.adapter_line import AdapterVersion, Line, StickyKeys
 from manylora_shared.tenancy.identity import Principal
+from manylora_shared.tenancy.key_limits import KeyLimits
 from manylora_shared.tenancy.policy import TenantPolicy
 from manylora_shared.tenancy.roles import Scope
 
@@ -138,6 +139,7 @@ class RequestInput:
     keep_s: int = 0  # that the answer outlives its caller's connection
     resume: Resume | None = None  # it goes on with an answer
     is_hedge: bool = False
+    limits: KeyLimits | None = None  # of the key that it came with
     candidate: Adapter | None = None  # in place of `adapter`: what no front can name, the quality gate's alone
 
     @property

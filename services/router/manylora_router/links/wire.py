@@ -178,6 +178,9 @@ def key_info(record: KeyRecord) -> admin_pb2.KeyInfo:
         expires_unix_s=record.expires_unix_s,
         networks=record.networks,
         role=record.role,
+        requests_per_min=record.requests_per_min,
+        tokens_per_min=record.tokens_per_min,
+        concurrency=record.concurrency,
     )
 
 

@@ -11,6 +11,7 @@ from manylora_shared.ids import DEFAULT_POOL, QosClass, TenantId
 from manylora_shared.sampling import Sampling
 from manylora_shared.telemetry import request_attributes
 from manylora_shared.telemetry.names import AttributeValue
+from manylora_shared.tenancy.key_limits import KeyLimits
 from manylora_shared.wire import QOS_NUMBERS
 
 from manylora_router.guard.admission import Adapter
@@ -45,6 +46,7 @@ class Job:
     emitted: Sequence[Sequence[int] | None] = ()  # of a resumed one, by choice; None: the choice has ended
     is_resumable: bool = False  # its caller can go on with it at another router
     delivered: Sequence[tuple[Sequence[int], int]] | None = None  # it does so here, and has this of each choice
+    limits: KeyLimits | None = None  # of the key that it came with
     is_hedge: bool = False  # of two that its caller asks at once: cancelled before its first frame it costs nothing
 
     @property
@@ -92,6 +94,7 @@ class Job:
             traceparent=traceparent,
             resumed=self.is_resumed,
             pool="" if self.pool == DEFAULT_POOL else self.pool,
+            key=_limits(self.limits),
         )
 
     def attributes(self) -> dict[str, AttributeValue]:
@@ -103,3 +106,14 @@ class Job:
             adapter_number=self.adapter.version if self.adapter else 0,
             request_id=self.request_id,
         )
+
+
+def _limits(limits: KeyLimits | None) -> scheduler_pb2.KeyLimits | None:
+    if limits is None:
+        return None
+    return scheduler_pb2.KeyLimits(
+        key_id=limits.key_id,
+        requests_per_min=limits.requests_per_min,
+        tokens_per_min=limits.tokens_per_min,
+        concurrency=limits.concurrency,
+    )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from manylora_shared.fairness.seam import Rank
 from manylora_shared.ids import DEFAULT_POOL, AdapterKey, QosClass, RequestId, RouterId, TenantId, WorkerId
+from manylora_shared.tenancy.key_limits import KeyLimits
 
 from manylora_scheduler.core.timers import Timed
 
@@ -45,6 +46,7 @@ class QueuedRequest:
     traceparent: str = ""
     enqueued_ns: int = 0  # Unix time, for traces; 0 while they are off
     pool: str = DEFAULT_POOL
+    limits: KeyLimits | None = None  # of the key that asked; None: it has none of its own
 
 
 class Phase(enum.Enum):

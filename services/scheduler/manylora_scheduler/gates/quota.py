@@ -12,6 +12,7 @@ from typing import Protocol
 
 from manylora_shared.errors import Code, QuotaBreach
 from manylora_shared.ids import QosClass, RequestId, RouterId, TenantId
+from manylora_shared.tenancy.key_limits import KeyLimits
 from manylora_shared.tenancy.policy import TenantPolicy, TokenRate
 from manylora_shared.tenancy.quota import FlowAccount, QuotaLevel, TokenBucket, to_ns
 
@@ -33,6 +34,7 @@ from manylora_scheduler.core.events import (
 )
 from manylora_scheduler.core.request import FlowKey, QueuedRequest
 from manylora_scheduler.core.timers import Timers, earlier
+from manylora_scheduler.gates.key_limits import Finding, KeyBook
 
 EXTENSION_WAIT_S = 2.0  # an extension that waits for longer is refused, and its stream ends
 ABSENCE_S = 10.0
@@ -50,6 +52,7 @@ class _Lease:
     flow: FlowKey
     max_tokens: int  # the prompt and all output that was asked for
     is_queued: bool
+    limits: KeyLimits | None = None  # of the key that asked; one that was taken over has none
     refuse_at: float = 0.0  # of an extension that waits
 
 
@@ -90,6 +93,7 @@ class QuotaAuthority:
         self._by_router: dict[RouterId, dict[RequestId, _Lease]] = {}
         self._sessions: dict[RouterId, int] = {}
         self._waiting: dict[FlowKey, None] = {}
+        self._keys = KeyBook(self._began_ns)
         self._timers: Timers[tuple[str, FlowKey | RequestId | RouterId]] = Timers()
         for flow, tokens in (settled or {}).items():
             self._account(flow).settled_tokens = tokens
@@ -149,13 +153,16 @@ class QuotaAuthority:
         account = tenant.accounts[flow.qos_class]
         most = request.prompt_tokens + request.max_new_tokens
         first = _first_lease(account.bucket, request.prompt_tokens, request.max_new_tokens)
-        refusal = self._refusal(tenant, flow, first, now_ns)
+        found = self._keys.findings(flow.tenant_id, request.limits, most, now_ns) if request.limits else []
+        refusal = self._refusal(tenant, flow, first, found, now_ns)
         if refusal is not None:
             return refusal
         if tenant.requests is not None:
             tenant.requests.take(1, now_ns)
         account.open(request.request_id, first, now_ns)
-        self._add(_Lease(request.request_id, request.router_id, flow, most, is_queued=False))
+        if request.limits is not None:
+            self._keys.begin(flow.tenant_id, request.limits, request.request_id, most, now_ns)
+        self._add(_Lease(request.request_id, request.router_id, flow, most, False, request.limits))
         self._set_queued(self._leases[request.request_id], True)
         return None
 
@@ -209,7 +216,9 @@ class QuotaAuthority:
         if lease is None or lease.router_id != router_id:
             return []
         # What the request can use at most bounds what a router can say that it did.
-        self._account(lease.flow).settle(request_id, min(used, lease.max_tokens), to_ns(now))
+        used = min(used, lease.max_tokens)
+        self._account(lease.flow).settle(request_id, used, to_ns(now))
+        self._end_of_key(lease, used, to_ns(now))
         commands = self._serve(lease.flow, now)
         self._remove(lease)
         return commands
@@ -291,11 +300,28 @@ class QuotaAuthority:
 
     # ---- the inside
 
-    def _refusal(self, tenant: _Tenant, flow: FlowKey, first: int, now_ns: int) -> _Refusal | None:
+    def _refusal(
+        self, tenant: _Tenant, flow: FlowKey, first: int, of_key: list[Finding], now_ns: int
+    ) -> _Refusal | None:
         # Its hint is that of the quota that takes longest.
-        if tenant.policy is None:
+        found = [(each.quota, each.limit, each.description, each.wait_ns) for each in of_key]
+        if tenant.policy is not None:
+            found += self._breached(tenant, tenant.policy, flow, first, now_ns)
+        if not found:
             return None
-        quotas = tenant.policy.quotas
+        waits = [wait for *_, wait in found]
+        never = any(wait is None for wait in waits)
+        breaches = tuple(
+            QuotaBreach(quota, flow.tenant_id, limit, description) for quota, limit, description, _ in found
+        )
+        message = "; ".join(f"{breach.quota}: {breach.description}" for breach in breaches)
+        return _Refusal(message, None if never else _seconds(max(wait or 0 for wait in waits)), breaches)
+
+    @staticmethod
+    def _breached(
+        tenant: _Tenant, policy: TenantPolicy, flow: FlowKey, first: int, now_ns: int
+    ) -> list[tuple[str, int, str, int | None]]:
+        quotas = policy.quotas
         found: list[tuple[str, int, str, int | None]] = []
         busy_ns = to_ns(BUSY_RETRY_S)
         if quotas.concurrency is not None and len(tenant.leases) >= quotas.concurrency:
@@ -317,15 +343,7 @@ class QuotaAuthority:
             if wait_ns is None:
                 description = f"{first} tokens are needed to begin, more than burst_tps, {account.bucket.burst}"
             found.append((_token_bucket(flow.qos_class), account.bucket.rate, description, wait_ns))
-        if not found:
-            return None
-        waits = [wait for *_, wait in found]
-        never = any(wait is None for wait in waits)
-        breaches = tuple(
-            QuotaBreach(quota, flow.tenant_id, limit, description) for quota, limit, description, _ in found
-        )
-        message = "; ".join(f"{breach.quota}: {breach.description}" for breach in breaches)
-        return _Refusal(message, None if never else _seconds(max(wait or 0 for wait in waits)), breaches)
+        return found
 
     def _serve(self, flow: FlowKey, now: float) -> list[Command]:
         account, now_ns = self._account(flow), to_ns(now)
@@ -393,7 +411,12 @@ class QuotaAuthority:
             del self._by_router[lease.router_id]
         self._forget_if_gone(lease.flow.tenant_id)
 
+    def _end_of_key(self, lease: _Lease, used: int, now_ns: int) -> None:
+        if lease.limits is not None:
+            self._keys.end(lease.flow.tenant_id, lease.limits, lease.request_id, used, now_ns)
+
     def _write_off(self, lease: _Lease) -> None:
+        self._end_of_key(lease, lease.max_tokens, 0)  # nothing comes back, at no time
         self._account(lease.flow).write_off(lease.request_id)
         self._remove(lease)
 

@@ -19,6 +19,7 @@ from manylora_shared.ids import (
     TenantId,
     name_problem,
 )
+from manylora_shared.tenancy.key_limits import KeyLimits, limit_problems
 from manylora_shared.tenancy.overload import OverloadView, rung_of
 from manylora_shared.wire import QOS_CLASSES, QOS_NUMBERS
 
@@ -106,7 +107,20 @@ def queued_request(
         traceparent=message.traceparent,
         enqueued_ns=enqueued_ns,
         pool=pool,
+        limits=_limits_of(message),
     )
+
+
+def _limits_of(message: scheduler_pb2.Enqueue) -> KeyLimits | None:
+    """Raises InvalidRequest."""
+    if not message.HasField("key"):
+        return None
+    key = message.key
+    _check_id("key.key_id", key.key_id)
+    limits = {name: getattr(key, name) for name in ("requests_per_min", "tokens_per_min", "concurrency")}
+    if violations := limit_problems(**limits):
+        raise InvalidRequest.of_all(violations)
+    return KeyLimits(key.key_id, **limits)
 
 
 def _pool_of(message: scheduler_pb2.Enqueue | scheduler_pb2.Refused) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Coroutine
 from typing import Annotated, Any
 
 import typer
+from manylora_shared.tenancy.key_limits import MAX_LIMIT
 from manylora_shared.tenancy.roles import Role, Scope
 
 from manylora.cli import keys
@@ -38,6 +39,9 @@ def create(
     network: Annotated[
         list[str] | None, typer.Option(metavar="CIDR", help="From where it may be used; may be repeated.")
     ] = None,
+    requests_per_min: Annotated[int, typer.Option(min=0, max=MAX_LIMIT, help="Of this key; 0: its tenant's.")] = 0,
+    tokens_per_min: Annotated[int, typer.Option(min=0, max=MAX_LIMIT, help="Of prompts and answers; likewise.")] = 0,
+    concurrency: Annotated[int, typer.Option(min=0, max=MAX_LIMIT, help="Requests under way; likewise.")] = 0,
     *,
     target: Target,
     as_json: bool,
@@ -56,6 +60,11 @@ def create(
         role=role.value if role is not None else "",
         lifetime_s=keys.seconds("--expires", expires),
         networks=network or [],
+        limits={
+            "requests_per_min": requests_per_min,
+            "tokens_per_min": tokens_per_min,
+            "concurrency": concurrency,
+        },
         as_json=as_json,
     )
 

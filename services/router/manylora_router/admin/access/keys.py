@@ -60,6 +60,9 @@ class Keys:
             now_unix_s=self._clock.now_unix_s(),
             lifetime_s=request.lifetime_s,
             networks=request.networks,
+            requests_per_min=request.requests_per_min,
+            tokens_per_min=request.tokens_per_min,
+            concurrency=request.concurrency,
         )
         record = made.record
         _check_reach(call.principal, record)
@@ -133,6 +136,9 @@ class Keys:
                 now_unix_s=now,
                 lifetime_s=request.lifetime_s or max(0.0, old.expires_unix_s - old.created_unix_s),
                 networks=old.networks,
+                requests_per_min=old.requests_per_min,
+                tokens_per_min=old.tokens_per_min,
+                concurrency=old.concurrency,
             )
             ends = min(now + request.overlap_s, old.expires_unix_s or math.inf)
             replaced = dataclasses.replace(old, expires_unix_s=ends)
