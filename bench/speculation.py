@@ -1,7 +1,7 @@
 """Tokens a second of one answer with guesses by prompt lookup and without, by turns.
 
-`repeats`: greedy answers of the model, of the length asked for; a model of random weights soon repeats itself, which is
-the most that lookup can gain. `sampled`: temperature 1, where a model of random weights repeats nothing, and no step should be worth a guess.
+`repeats`: greedy answers of the model; a model of random weights soon repeats itself, which is the most that lookup can
+gain. `sampled`: temperature 1, where a model of random weights repeats nothing, and no step should be worth a guess.
 
     python -m bench.speculation MODEL [--device cuda] [--rows 1] [--tokens 400] [--rounds 3]
 

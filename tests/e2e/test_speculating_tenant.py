@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from manylora.client import Client, Result, Sampling
+from manylora.client import Client, Result, Sampling, WorkerStatus
 
 from tests.e2e.conftest import UpCluster
 
@@ -32,8 +32,15 @@ async def test_guesses_change_no_answer_and_are_counted(whole: UpCluster) -> Non
                 ]
                 assert found.usage.completion_tokens == expected.usage.completion_tokens
             async with asyncio.timeout(30):
-                while not (counted := [w for w in (await guesser.status()).workers if w.right_guesses]):
-                    await asyncio.sleep(0.1)
+                counted = await _that_guessed_rightly(guesser)
             assert all(worker.guessed_tokens >= worker.right_guesses for worker in counted)
         finally:
             await guesser.tenants.delete("guesser")
+
+
+async def _that_guessed_rightly(client: Client) -> list[WorkerStatus]:
+    while True:
+        found = [worker for worker in (await client.status()).workers if worker.right_guesses]
+        if found:
+            return found
+        await asyncio.sleep(0.1)

@@ -342,5 +342,5 @@ def test_a_class_speculates_where_its_policy_says_so() -> None:
     assert [c for c in QosClass if policy.classes[c].speculates] == [QosClass.BATCH]
     assert parse_policy(policy.to_yaml()) == policy
     assert "speculation" not in parse_policy("tenant_id: a\nclasses: {batch: {weight: 1, speculation: off}}").to_yaml()
-    with pytest.raises(InvalidRequest, match="classes.batch.speculation: line 2: must be prompt_lookup or off"):
+    with pytest.raises(InvalidRequest, match=r"classes\.batch\.speculation: line 2: must be prompt_lookup or off"):
         parse_policy("tenant_id: a\nclasses: {batch: {weight: 1, speculation: draft}}\n")
