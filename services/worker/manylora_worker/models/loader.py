@@ -188,6 +188,8 @@ def prepare_model(
         _quantize_linears(model)
     if quantization == "none" and can_pack(dtype, device):
         _pack_linears(model)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what layers were made of: ranks' first sum takes memory beside torch's allocator
     probe = _probe(model)
     spec = ModelSpec(
         name=name,
