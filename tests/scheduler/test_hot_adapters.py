@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 
+import pytest
 from manylora_scheduler.serving.hot_adapters import SAVE_S, HotAdapters
 from manylora_shared.composition import Part, key_of
 from manylora_shared.coordination import keys
@@ -87,6 +88,25 @@ def test_a_list_that_cannot_be_read_is_replaced() -> None:
     async def test(rig: Rig) -> None:
         await rig.store.put(keys.HOT_ADAPTERS, b"[")
         use(await rig.lead(), ONE)
+        await asyncio.sleep(SAVE_S)
+        assert (await rig.listed())[1] == [ONE]
+
+    simulate(test)
+
+
+def test_a_bug_in_it_ends_no_term(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(rig: Rig) -> None:
+        hot = await rig.lead()
+
+        def broken(now: float) -> list[tuple[TenantId, AdapterUid]]:
+            raise ZeroDivisionError
+
+        with monkeypatch.context() as patched:
+            patched.setattr(hot._use, "top", broken)
+            await asyncio.sleep(2 * SAVE_S)
+        assert not rig.tasks[0].done()
+        assert "ZeroDivisionError" in caplog.text
+        use(hot, ONE)
         await asyncio.sleep(SAVE_S)
         assert (await rig.listed())[1] == [ONE]
 

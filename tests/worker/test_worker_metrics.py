@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from manylora_shared.composition import Part, key_of
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
 from manylora_shared.sampling import Sampling
 from manylora_shared.telemetry import Attribute, Metrics, Telemetry
@@ -92,6 +93,25 @@ def test_what_is_resident_is_told_by_name_to_gateways_and_cold_starts_by_tier() 
     assert told("vllm:request_success_total") == [
         'vllm:request_success_total{engine="0",finished_reason="stop",model_name="base"} 1.0'
     ]
+
+
+def test_a_composition_counts_each_of_its_parts_and_waits_for_the_farthest() -> None:
+    limits = EngineLimits(PlannerLimits(16, 8, 2), AdapterCacheLimits(8, 8), max_requests=8)
+    core = EngineCore(FakeRunner(num_blocks=8, block_size=4), FakeAdapterBackend(lambda: 0.0), limits)
+    view, telemetry = EngineView(core.stats(), 8, lambda command: None), Telemetry.recording("worker")
+    options = {"model": "base", "block_bytes": 100, "sequence_slots": 2, "device_adapter_bytes": 1000}
+    metrics = WorkerMetrics(view, telemetry, is_near=lambda uid: uid == "disk", **options)  # type: ignore[arg-type]
+    view.adapters = {AdapterUid("device"): AdapterTier.DEVICE}
+    key = key_of(Part(AdapterUid(uid)) for uid in ("device", "disk", "far"))
+    request = EngineRequest(RequestId("r"), TenantId("acme"), QosClass.BATCH, key, (1, 2), 4, Sampling())
+    metrics.comes(request, "device+disk+far")
+    times = GroupTimes(1.0, adapter_ready_s=3.0, first_step_s=3.0, first_token_s=4.0)
+    end = RequestEnd(RequestId("r"), FinishReason.STOP, "", 1, 2, 3, 0, 0, times, 6.0)
+    metrics.ended(request, StreamEnd(EndKind.COMPLETED, "", end))
+    lines = telemetry.exposition()[0].decode().splitlines()
+    for tier in ("device", "disk", "store"):
+        assert f'adapter_requests_total{{tenant="acme",tier="{tier}"}} 1.0' in lines
+    assert 'adapter_cold_start_seconds_sum{tier="store"} 2.0' in lines
 
 
 def test_ten_thousand_tenants_with_an_adapter_each_have_bounded_series() -> None:

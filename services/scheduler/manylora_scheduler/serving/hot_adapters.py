@@ -44,6 +44,9 @@ class HotAdapters:
                 await self._save()
             except StoreUnavailable as e:
                 _LOG.warning("the list of hot adapters stays as it is", extra=fields(error=str(e)))
+            except Exception:
+                # new workers start colder then, and nothing else depends on the list: the term goes on
+                _LOG.exception("what nobody foresaw keeps the list of hot adapters as it is")
             await asyncio.sleep(SAVE_S)
 
     async def _load(self) -> None:
