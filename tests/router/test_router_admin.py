@@ -231,7 +231,7 @@ def test_garbage_on_every_method_disturbs_nothing() -> None:
                     setattr(request, field.name, b"\xff{\n" * 20)
                 elif field.cpp_type == field.CPPTYPE_STRING:
                     setattr(request, field.name, "\x00\u202e/../" * 20)
-            if method.path.endswith(("ListTenants", "ListKeys", "GetStatus")):
+            if method.path.endswith(("ListTenants", "ListKeys", "GetStatus", "ReadAudit")):
                 await cluster.client.call(method, request)
                 continue
             with pytest.raises(RpcError) as error:
