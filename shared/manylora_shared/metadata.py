@@ -13,4 +13,5 @@ KEEP_KEY = "x-keep-s"  # of HTTP: as GenerateRequest.keep_s
 HEDGE_KEY = "x-hedge"  # of two calls for one answer: the one that is cancelled before its first frame costs nothing
 TRACEPARENT_KEY = "traceparent"
 PEER_KEY = "x-manylora-peer"
+CALLER_KEY = "x-manylora-caller"  # beside it: the host of the caller in whose name a router asks another one
 REQUEST_ID_KEY = "x-request-id"  # of an administrative act, in the audit log

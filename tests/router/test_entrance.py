@@ -41,6 +41,9 @@ class Callers:
         self.principal = Principal("k", TenantId("acme"), (), role=role)
         self.asked: list[tuple[str, str]] = []
 
+    def peer_of(self, call: Call) -> str:
+        return call.peer
+
     def known(self, authorization: str, peer: str) -> Principal:
         self.asked.append((authorization, peer))
         return self.principal
@@ -89,7 +92,7 @@ async def test_who_is_let_in() -> None:
             handlers["VerifyAdapters"](None, Call())
             assert [call.principal for call in heard] == [callers.principal] * 2
             assert (heard[0].peer, heard[0].time_remaining()) == ("ipv4:10.0.0.1:80", 3.0)
-            assert heard[0].metadata == {"authorization": "Bearer x"}
+            assert heard[0].metadata == {"authorization": "Bearer x", "x-manylora-caller": "10.0.0.1"}
         else:
             with pytest.raises(PermissionDenied):
                 await handlers["ListKeys"](None, Call())

@@ -142,7 +142,7 @@ class RouterApp:
         self.intake = self._front_intake()
         self.bounds = Bounds()
         self._pace = Pace(LARGE_BYTES_PER_S)
-        self._others = OtherRouters(router_id=self.router_id, directory=self.directory, transport=transport)
+        self._others = OtherRouters(router_id=self.router_id, directory=self.directory, transport=peers)
         self._feedback = FeedbackDesk(self.calls, self._others)
         self._entrance = Entrance(self.callers, self._acts, rng.getrandbits)
         self._lease = LeaseSession(store, ttl_s=config.lease_ttl_s)
@@ -158,7 +158,7 @@ class RouterApp:
 
     def _callers(self, issuers: Sequence[Issuer]) -> Callers:
         tokens = Tokens(issuers, self._token_keys.key_of) if issuers else None
-        return Callers(self.directory.key_of, self._clock, tokens, self._acts.stranger)
+        return Callers(self.directory.key_of, self._clock, tokens, self._acts.stranger, self._peer_secret)
 
     def _running_calls(self, telemetry: Telemetry) -> Calls:
         return Calls(
@@ -206,7 +206,6 @@ class RouterApp:
                 router_id=self.router_id,
                 directory=self.directory,
                 store=self._store,
-                transport=self._transport,
                 peers=peers,
                 leave=self._leaving.set,
             ),

@@ -54,10 +54,13 @@ class PeerSecret:
         """What only a service of this cluster can have made; the secret is not told by it."""
         return hmac.digest(self._value.encode(), b"manylora-signed-v1\0" + data, "sha256")
 
+    def is_shown(self, call: ServerCall) -> bool:
+        shown = call.metadata.get(PEER_KEY, "")
+        return hmac.compare_digest(shown.encode(), self._value.encode())
+
     def check(self, call: ServerCall) -> None:
         """Raises Unauthenticated."""
-        shown = call.metadata.get(PEER_KEY, "")
-        if not hmac.compare_digest(shown.encode(), self._value.encode()):
+        if not self.is_shown(call):
             raise Unauthenticated("only services of this cluster may call this; all have one --peer-secret-file")
 
 

@@ -14,6 +14,7 @@ from manylora_shared.coordination.base import Store
 from manylora_shared.coordination.records import SchedulerMember, SchedulerRecord
 from manylora_shared.errors import InvalidRequest, NotFound
 from manylora_shared.ids import is_valid_name
+from manylora_shared.metadata import CALLER_KEY
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.identity import AUTHORIZATION_KEY
 from manylora_shared.transport.base import Method, Transport, methods_of
@@ -36,15 +37,13 @@ class Draining:
         router_id: str,
         directory: Directory,
         store: Store,
-        transport: Transport,
         peers: Transport,
         leave: Callable[[], None],
     ) -> None:
-        """`peers`: to workers and schedulers. `leave`: this router's own."""
+        """`peers`: to other services. `leave`: this router's own."""
         self._router_id = router_id
         self._directory = directory
         self._store = store
-        self._transport = transport
         self._peers = peers
         self._leave = leave
 
@@ -61,9 +60,9 @@ class Draining:
             self._leave()
         elif (router := directory.routers.get(instance_id)) is not None:
             kind = "router"
-            credentials = {AUTHORIZATION_KEY: metadata.get(AUTHORIZATION_KEY, "")}
+            credentials = {key: metadata[key] for key in (AUTHORIZATION_KEY, CALLER_KEY) if key in metadata}
             request = admin_pb2.DrainRequest(id=instance_id)
-            await self._call(self._transport, router.address, _DRAIN, request, credentials)
+            await self._call(self._peers, router.address, _DRAIN, request, credentials)
         elif (scheduler := await self._scheduler(instance_id)) is not None:
             kind = "scheduler"
             await self._call(self._peers, scheduler.address, _LEAVE_SCHEDULER, scheduler_pb2.ResignRequest(), {})

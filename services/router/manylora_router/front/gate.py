@@ -63,7 +63,7 @@ class Gate:
 
     def enter(self, call: ServerCall) -> Pass:
         """Raises Unauthenticated, PermissionDenied, Overloaded or ServiceUnavailable."""
-        principal = self._callers.known(call.metadata.get(AUTHORIZATION_KEY, ""), call.peer)
+        principal = self._callers.known(call.metadata.get(AUTHORIZATION_KEY, ""), self._callers.peer_of(call))
         tenant = self._tenant_of(principal, call)
         account = account_of(tenant)
         self.bounds.places.enter(account)

@@ -7,9 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from manylora_shared.coordination.peers import PeerSecret
 from manylora_shared.coordination.records import KeyRecord
 from manylora_shared.errors import Unauthenticated
 from manylora_shared.ids import TenantId
+from manylora_shared.metadata import CALLER_KEY
 from manylora_shared.process.clock import WallClock
 from manylora_shared.tenancy.identity import (
     AUTHORIZATION_KEY,
@@ -20,6 +22,7 @@ from manylora_shared.tenancy.identity import (
     host_of,
 )
 from manylora_shared.tenancy.roles import Scope
+from manylora_shared.transport.base import ServerCall
 
 from manylora_router.guard.failures import Failures
 from manylora_router.guard.tokens import Tokens, is_token
@@ -31,6 +34,7 @@ class Callers:
     """
     tokens: None: none are taken.
     on_stranger: told the host of each call without a valid key.
+    secret: who shows it says for whom it asks; None: nobody does.
     """
 
     def __init__(
@@ -39,11 +43,13 @@ class Callers:
         clock: WallClock,
         tokens: Tokens | None = None,
         on_stranger: Callable[[str], None] = lambda host: None,
+        secret: PeerSecret | None = None,
     ) -> None:
         self._key_of = key_of
         self._clock = clock
         self._tokens = tokens
         self._on_stranger = on_stranger
+        self._secret = secret
         self._failures = Failures()
         self._lent: dict[str, Principal] = {}
 
@@ -78,6 +84,11 @@ class Callers:
             self._on_stranger(host)
             self._failures.note(host, now, e)
             raise
+
+    def peer_of(self, call: ServerCall) -> str:
+        """From where it came; of one that another router makes in its caller's name, that caller's host."""
+        host = call.metadata.get(CALLER_KEY, "")
+        return host if host and self._secret is not None and self._secret.is_shown(call) else call.peer
 
     def _principal(self, given: str, now: float, host: str | None) -> Principal:
         if self._tokens is None or not is_token(given):

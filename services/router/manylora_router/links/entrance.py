@@ -12,8 +12,8 @@ from typing import Any
 from google.protobuf.descriptor import ServiceDescriptor
 from manylora_shared.audit.entries import Entry
 from manylora_shared.errors import ManyloraError, PermissionDenied, RpcError
-from manylora_shared.metadata import REQUEST_ID_KEY
-from manylora_shared.tenancy.identity import AUTHORIZATION_KEY, Principal
+from manylora_shared.metadata import CALLER_KEY, REQUEST_ID_KEY
+from manylora_shared.tenancy.identity import AUTHORIZATION_KEY, Principal, host_of
 from manylora_shared.transport.base import ServerCall, methods_of
 from manylora_shared.transport.handling import close_iterator
 
@@ -27,8 +27,9 @@ _MAX_ID_CHARS = 64
 class KnownCall:
     """A ServerCall whose caller may make it."""
 
-    def __init__(self, call: ServerCall, principal: Principal, act: Entry, acts: Acts) -> None:
+    def __init__(self, call: ServerCall, principal: Principal, peer: str, act: Entry, acts: Acts) -> None:
         self.principal = principal
+        self.peer = peer
         self.act = act
         self.target = ""  # of what it did first; empty: it did nothing
         self._call = call
@@ -36,11 +37,8 @@ class KnownCall:
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        return self._call.metadata
-
-    @property
-    def peer(self) -> str:
-        return self._call.peer
+        """With the caller's host, for the routers that this one asks in its name."""
+        return {**self._call.metadata, CALLER_KEY: host_of(self.peer)}
 
     def time_remaining(self) -> float | None:
         return self._call.time_remaining()
@@ -117,14 +115,15 @@ class Entrance:
 
     def _enter(self, name: str, request: Any, call: ServerCall) -> KnownCall:
         """Raises Unauthenticated, PermissionDenied."""
-        principal = self._callers.known(call.metadata.get(AUTHORIZATION_KEY, ""), call.peer)
-        act = self._acts.of_call(name, principal, call.peer, self._request_id(call))
+        peer = self._callers.peer_of(call)
+        principal = self._callers.known(call.metadata.get(AUTHORIZATION_KEY, ""), peer)
+        act = self._acts.of_call(name, principal, peer, self._request_id(call))
         try:
             rules.check(rules.RPCS, name, principal)
         except PermissionDenied:
             self._acts.denied(act, _target_of(request))
             raise
-        return KnownCall(call, principal, act, self._acts)
+        return KnownCall(call, principal, peer, act, self._acts)
 
     def _request_id(self, call: ServerCall) -> str:
         given = call.metadata.get(REQUEST_ID_KEY, "")

@@ -9,7 +9,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 from manylora_shared.errors import Code, RpcError
-from manylora_shared.metadata import TENANT_KEY
+from manylora_shared.metadata import CALLER_KEY, TENANT_KEY
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.identity import AUTHORIZATION_KEY
 from manylora_shared.transport.base import Method, Transport
@@ -19,7 +19,7 @@ from manylora_router.links.directory import Directory
 _LOG = logging.getLogger(__name__)
 _TIMEOUT_S = 1.0
 _STREAM_TIMEOUT_S = 120.0
-_SHOWN = (AUTHORIZATION_KEY, TENANT_KEY)
+_SHOWN = (AUTHORIZATION_KEY, TENANT_KEY, CALLER_KEY)
 
 
 class OtherRouters:

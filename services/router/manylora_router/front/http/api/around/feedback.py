@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from manylora.v1 import inference_pb2
-from manylora_shared.metadata import TENANT_KEY
-from manylora_shared.tenancy.identity import AUTHORIZATION_KEY
+from manylora_shared.metadata import CALLER_KEY, TENANT_KEY
+from manylora_shared.tenancy.identity import AUTHORIZATION_KEY, host_of
 
 from manylora_router.front.http.api import asked
 from manylora_router.front.http.api.answers import Door
@@ -25,7 +25,7 @@ async def feedback(exchange: Exchange, door: Door) -> None:
     caller = asked.caller_of(exchange.headers)
     given = score if score is not None else _THUMBS[thumb]
     request = inference_pb2.GiveFeedbackRequest(request_id=request_id, score=given)
-    metadata = {AUTHORIZATION_KEY: caller.authorization, TENANT_KEY: caller.tenant}
+    metadata = {AUTHORIZATION_KEY: caller.authorization, TENANT_KEY: caller.tenant, CALLER_KEY: host_of(exchange.peer)}
     answer = await door.feedback.give(exchange.tenant, request, {k: v for k, v in metadata.items() if v})
     told = {"object": "feedback", "request_id": request_id, "adapter": answer.adapter or None}
     await exchange.answer({**told, "score": given, "counted": answer.counted})
