@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 from http_fakes import http_front
-from manylora.v1 import admin_pb2, inference_pb2
+from manylora.v1 import admin_pb2, inference_pb2, scheduler_pb2
 from manylora_router.guard.admission import Adapter
 from manylora_router.guard.pools import ModelNames, choose, names_of
 from manylora_shared.adapter_reference import AdapterPart
@@ -17,6 +17,7 @@ from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import AdapterRecord, WorkerRecord
 from manylora_shared.errors import Code, InvalidRequest, NotFound, PermissionDenied
 from manylora_shared.ids import AdapterName, AdapterUid, TenantId
+from manylora_shared.tenancy.degrade import Step, Taken
 from manylora_shared.tenancy.policy import TenantPolicy
 from manylora_sim.fake_text import FakeText
 from router_fakes import LIST_MODELS, FakeWorker, RouterCluster, say, simulate, text_request, until
@@ -206,9 +207,8 @@ def test_models_are_listed_by_pool() -> None:
 
 
 async def test_http_names_pools_by_model() -> None:
-    async with http_front() as front:
+    async with http_front() as front, front.openai() as client:
         worker = await with_small(front.cluster)
-        client = front.openai()
 
         async def post(path: str, **body: object) -> Any:
             return await client.post(f"{front.url}{path}", cast_to=dict, body=body)
@@ -242,3 +242,94 @@ def test_a_pool_without_workers_is_said_to_have_none() -> None:
         )
 
     simulate(test)
+
+
+DEGRADES = POOLS + "degrade: [shorter_outputs, {smaller_pool: small}, no_stream]\n"
+
+
+async def overloaded(cluster: RouterCluster, level: int) -> None:
+    """The default pool: acme asks for far more than its share."""
+    await cluster.put_tenant("acme", DEGRADES)
+    told = scheduler_pb2.Overload(level=level)
+    told.tenants.add(tenant_id="acme", interactive_shares=1e3, standard_shares=1e3, batch_shares=1e3)
+    told.limit_shares = 1e6
+    await until(lambda: cluster.app.scheduler.is_connected)
+    cluster.scheduler._lines[-1].outbox.put_nowait(scheduler_pb2.ScheduleResponse(overload=told))
+    directory = cluster.app.directory
+    await until(lambda: cluster.app.scheduler.overload("default").level == level)
+    await until(lambda: bool((policy := directory.policy_of(TenantId("acme"))) and policy.degrade.steps))
+
+
+def test_overload_takes_what_the_policy_lets_it() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        await with_small(cluster)
+        await overloaded(cluster, 64)
+        answer = await cluster.ask(text_request("hi", max_tokens=30))
+        assert answer.error is None
+        (told,) = (frame.started.degraded for frame in answer.frames if frame.HasField("started"))
+        assert (told.pool, told.asked_pool, told.not_streamed, told.overload_level) == ("small", "default", True, 64)
+        assert (told.max_tokens, told.asked_max_tokens) == (30, 30), "as short as that anyway"
+        assert answer.finished.degraded == told
+        assert cluster.scheduler.enqueued[-1].pool == "small"
+        plain = await cluster.ask(text_request("hi", max_tokens=30), x_tenant_id="other")
+        assert not plain.finished.HasField("degraded"), "who is within its share"
+
+    simulate(test)
+
+
+@pytest.mark.parametrize(
+    "stays",
+    [
+        {"token_ids": inference_pb2.TokenIds(ids=[5, 6])},
+        {"text": "hi", "stop_token_ids": [9]},
+        {"text": "x" * 64},
+        {"text": "hi", "max_tokens": 80},
+        {"text": "hi", "model": "tiny", "x_adapter_id": "upper"},
+    ],
+)
+def test_what_may_not_fit_another_model_stays(stays: dict[str, Any]) -> None:
+    async def test(cluster: RouterCluster) -> None:
+        await with_small(cluster, is_granted=False)
+        await overloaded(cluster, 40)
+        named = {"x_adapter_id": stays["x_adapter_id"]} if "x_adapter_id" in stays else {}
+        fields = {name: value for name, value in stays.items() if name != "x_adapter_id"}
+        answer = await cluster.ask(inference_pb2.GenerateRequest(**fields), **named)
+        assert answer.error is None
+        assert cluster.scheduler.enqueued[-1].pool == ""
+        assert not answer.finished.degraded.pool
+
+    simulate(test)
+
+
+def test_answers_get_shorter_and_again_longer() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        await with_small(cluster, is_granted=False)
+        await overloaded(cluster, 64)
+        short = await cluster.ask(text_request("hi", max_tokens=200, stop_token_ids=[9]))
+        assert short.error is None
+        told = short.finished.degraded
+        cap = Taken(64, (Step.SHORTER_OUTPUTS,)).max_tokens
+        assert (told.max_tokens, told.asked_max_tokens) == (cap, 200)
+        assert cluster.scheduler.enqueued[-1].max_new_tokens == cap
+        quiet = scheduler_pb2.ScheduleResponse(overload=scheduler_pb2.Overload())
+        cluster.scheduler._lines[-1].outbox.put_nowait(quiet)
+        await until(lambda: cluster.app.scheduler.overload("default").is_quiet)
+        whole = await cluster.ask(text_request("hi", max_tokens=200))
+        assert not whole.finished.HasField("degraded")
+        assert cluster.scheduler.enqueued[-1].max_new_tokens == 200
+
+    simulate(test)
+
+
+async def test_http_tells_what_overload_took() -> None:
+    async with http_front() as front, front.openai() as client:
+        await with_small(front.cluster)
+        await overloaded(front.cluster, 64)
+        raw = await client.chat.completions.with_raw_response.create(
+            model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=4, logprobs=True
+        )
+        assert "pool=" not in raw.headers["x-degraded"], "who asks for log-probabilities asks for this model's tokens"
+        raw = await client.completions.with_raw_response.create(model="tiny", prompt="hi", max_tokens=4)
+        assert raw.headers["x-degraded"] == (
+            "max_tokens=4, asked_max_tokens=4, overload_level=64, pool=small, asked_pool=default, not_streamed"
+        )

@@ -129,8 +129,14 @@ def _end(result: Result, *, is_one: bool, as_json: bool) -> None:
     if as_json and not any(choice.token_ids for choice in result.choices):
         say("(the model ended at once)")
     if result.degraded is not None:
-        cut = result.degraded
-        say(f"(overload: at most {cut.max_tokens} tokens instead of {cut.asked_max_tokens})")
+        cut, told = result.degraded, []
+        if cut.max_tokens != cut.asked_max_tokens:
+            told.append(f"at most {cut.max_tokens} tokens instead of {cut.asked_max_tokens}")
+        if cut.pool:
+            told.append(f"pool {cut.pool} instead of {cut.asked_pool}")
+        if cut.not_streamed:
+            told.append("no stream")
+        say(f"(overload: {', '.join(told)})")
 
 
 def _tell_textless(choice: Choice) -> None:

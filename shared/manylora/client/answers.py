@@ -100,6 +100,9 @@ class Degraded:
     max_tokens: int  # in force, per choice
     asked_max_tokens: int
     overload_level: int
+    pool: str = ""  # where it runs instead of `asked_pool`; empty: where it was asked for
+    asked_pool: str = ""
+    not_streamed: bool = False
 
 
 @dataclass(frozen=True)

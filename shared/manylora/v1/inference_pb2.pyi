@@ -135,14 +135,20 @@ class Started(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., adapter_version: _Optional[str] = ..., seed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., degraded: _Optional[_Union[Degraded, _Mapping]] = ..., adapter: _Optional[str] = ..., resume_token: _Optional[str] = ...) -> None: ...
 
 class Degraded(_message.Message):
-    __slots__ = ("max_tokens", "asked_max_tokens", "overload_level")
+    __slots__ = ("max_tokens", "asked_max_tokens", "overload_level", "pool", "asked_pool", "not_streamed")
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ASKED_MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OVERLOAD_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    ASKED_POOL_FIELD_NUMBER: _ClassVar[int]
+    NOT_STREAMED_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     asked_max_tokens: int
     overload_level: int
-    def __init__(self, max_tokens: _Optional[int] = ..., asked_max_tokens: _Optional[int] = ..., overload_level: _Optional[int] = ...) -> None: ...
+    pool: str
+    asked_pool: str
+    not_streamed: bool
+    def __init__(self, max_tokens: _Optional[int] = ..., asked_max_tokens: _Optional[int] = ..., overload_level: _Optional[int] = ..., pool: _Optional[str] = ..., asked_pool: _Optional[str] = ..., not_streamed: _Optional[bool] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("choice", "first_position", "token_ids", "text", "logprobs")

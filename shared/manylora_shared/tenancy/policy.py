@@ -27,6 +27,7 @@ from manylora_shared.ids import (
     name_problem,
 )
 from manylora_shared.tenancy.adapter_gate import MAX_ANSWER_TOKENS, MAX_TIMEOUT_S, GateRule, Judge
+from manylora_shared.tenancy.degrade import NO_DEGRADE, Degrade, DegradeReader
 
 DEFAULT_WEIGHTS: Mapping[QosClass, int] = {QosClass.INTERACTIVE: 4, QosClass.STANDARD: 2, QosClass.BATCH: 1}
 MAX_WEIGHT = 1000
@@ -145,6 +146,7 @@ class TenantPolicy:
     adapter_gate: GateRule | None = None  # what a new version of an adapter must pass
     # names that stand for several adapters with weights, as `format_reference` writes them
     compositions: Mapping[AdapterName, str] = field(default_factory=dict)
+    degrade: Degrade = NO_DEGRADE
     pools: tuple[str, ...] = (DEFAULT_POOL,)  # that it may use; the first is where a request goes that names none
 
     def weight(self, qos_class: QosClass) -> int:
@@ -186,6 +188,8 @@ class TenantPolicy:
             lines += ["prefix_cache:", f'  group: "{self.cache_group}"']
         if self.pools != (DEFAULT_POOL,):
             lines.append(f"pools: [{', '.join(_scalar(pool) for pool in self.pools)}]")
+        if self.degrade.steps:
+            lines.append(f"degrade: {self.degrade.to_yaml()}")
         if self.security != TenantSecurity():
             lines += ["security:", *_given(self.security, "  ")]
         return "\n".join(lines) + "\n"
@@ -295,6 +299,7 @@ class _Reader:
         compositions: dict[AdapterName, str] = {}
         security: dict[str, Any] = {}
         pools: list[str] = []
+        degrade = DegradeReader(self._add, self._name)
         readers: dict[str, _Read] = {
             "tenant_id": lambda path, node: tenant_id.append(self._name(path, node)),
             "classes": lambda path, node: self._classes(path, node, classes),
@@ -302,12 +307,14 @@ class _Reader:
             "adapters": lambda path, node: self._adapters(path, node, pins, share_copies, gates, compositions),
             "prefix_cache": lambda path, node: self._prefix_cache(path, node, cache_group),
             "security": lambda path, node: self._security(path, node, security),
+            "degrade": degrade.read,
             "pools": lambda path, node: self._names(path, node, pools, "pools", MAX_POOLS, 1),
         }
         found = self._mapping("", root, readers)
         if found is not None and "tenant_id" not in found:
             self._add("tenant_id", root, "is missing")
         self._check_quotas(quotas)
+        rule = degrade.rule(pools or [DEFAULT_POOL])
         if not tenant_id or tenant_id[0] is None:
             return None
         values = {name: value for name, (value, _) in quotas.items()}
@@ -322,6 +329,7 @@ class _Reader:
             compositions=compositions,
             security=TenantSecurity(**security),
             cache_group=_only(cache_group),
+            degrade=rule,
             pools=tuple(pools) or (DEFAULT_POOL,),
         )
 

@@ -131,6 +131,7 @@ def read_request(
         tenant=metadata.get(TENANT_KEY, ""),
         adapter=metadata.get(ADAPTER_KEY, ""),
         model=request.model,
+        is_movable=True,
         conversation=metadata.get(CONVERSATION_KEY, ""),
         user=metadata.get(USER_KEY, ""),
         traceparent=metadata.get(TRACEPARENT_KEY),
@@ -252,4 +253,7 @@ def _degraded(degraded: Degraded) -> inference_pb2.Degraded:
         max_tokens=degraded.max_tokens,
         asked_max_tokens=degraded.asked_max_tokens,
         overload_level=degraded.overload_level,
+        pool=degraded.pool,
+        asked_pool=degraded.asked_pool,
+        not_streamed=degraded.not_streamed,
     )

@@ -26,6 +26,7 @@ from manylora_shared.ids import DEFAULT_POOL, AdapterName, QosClass, TenantId
 from manylora_shared.sampling import Sampling, barred_too_much
 from manylora_shared.telemetry import Attribute
 from manylora_shared.tenancy.adapter_line import StickyKeys
+from manylora_shared.tenancy.degrade import FIRST_LEVEL, NOTHING, Step, Taken, taken
 from manylora_shared.tenancy.overload import retry_after_s
 from manylora_shared.tenancy.policy import TenantPolicy
 from manylora_shared.wire import QOS_NUMBERS
@@ -202,8 +203,11 @@ class Intake:
         policy, adapter, pool = self._place(tenant, request, call.request_id)
         call.adapter = adapter
         call.goes_to(pool)
+        taken, asked_pool = NOTHING, pool
         if begun is None:
             self._check_overload(policy.tenant_id, request, call.request_id, pool)
+            taken, pool = self._degrade(policy, request, call.request_id, pool, adapter)
+            call.goes_to(pool)
         if adapter is not None:
             call.span.set(Attribute.ADAPTER_VERSION, adapter.digest)
             call.span.set(Attribute.ADAPTER_NUMBER, adapter.version)
@@ -228,7 +232,8 @@ class Intake:
             constraint = request.constraint_after(admitted.prompt_token_ids)
             await self._check_constraint(request, constraint, tenant)
         call.span.set(Attribute.MAX_TOKENS, admitted.max_tokens)
-        may_stream = policy.security.can_stream
+        may_stream = policy.security.can_stream and Step.NO_STREAM not in taken.steps
+        max_tokens, degraded = _degraded(taken, admitted.max_tokens, request, asked_pool, pool)
         job = Job(
             request_id=call.request_id,
             tenant_id=policy.tenant_id,
@@ -236,7 +241,7 @@ class Intake:
             priority=admitted.priority,
             adapter=adapter,
             prompt_token_ids=admitted.prompt_token_ids,
-            max_tokens=admitted.max_tokens,
+            max_tokens=max_tokens,
             n=admitted.n,
             sampling=self._sampling(policy.tenant_id, request, model),
             stop=StopStrings(request.stop) if request.stop else None,
@@ -248,6 +253,7 @@ class Intake:
             deadline=_deadline(request, call.received_at),
             traceparent=call.span.traceparent,
             pool=pool,
+            degraded=degraded,
             can_stream=may_stream,
             is_resumable=request.is_resumable and may_stream,
             is_hedge=request.is_hedge,
@@ -306,6 +312,23 @@ class Intake:
             level = view.level_of(tenant_id, qos_class)
             why = view.why_refused(tenant_id, qos_class)
             raise Overloaded(why, retry_after_s=retry_after_s(level, request_id))
+
+    def _degrade(
+        self, policy: TenantPolicy, request: RequestInput, request_id: str, pool: str, adapter: Adapter | None
+    ) -> tuple[Taken, str]:
+        """What overload takes from it by its tenant's policy, and the pool where it runs then."""
+        qos_class = request.qos_class
+        if not policy.degrade.steps or qos_class is None:
+            return NOTHING, pool
+        found = taken(policy.degrade, self._scheduler.overload(pool), policy.tenant_id, qos_class, request_id)
+        smaller = policy.degrade.pool
+        if Step.SMALLER_POOL not in found.steps or smaller == pool or smaller not in policy.pools:
+            return found, pool
+        model = self._directory.models.get(smaller)
+        is_full = self._scheduler.overload(smaller).level_of(policy.tenant_id, qos_class) >= FIRST_LEVEL
+        if model is None or adapter is not None or is_full or not admission.is_movable(request, model.limits):
+            return found, pool
+        return found, smaller
 
     def text_turn(self, flow: Flow, num_characters: int) -> AbstractAsyncContextManager[None]:
         """For work on text that an event loop's turn is too short for."""
@@ -369,6 +392,20 @@ class Intake:
         if problem:
             raise InvalidRequest.of("sampling.bad_words" if words else "sampling.min_tokens", problem)
         return found
+
+
+def _degraded(
+    taken: Taken, max_tokens: int, request: RequestInput, asked_pool: str, pool: str
+) -> tuple[int, Degraded | None]:
+    """The bound in force, and what is told of it."""
+    cap = taken.max_tokens
+    most = max_tokens if cap is None else min(max_tokens, max(cap, request.sampling.min_tokens))
+    told = Degraded(most, max_tokens, taken.level, not_streamed=Step.NO_STREAM in taken.steps)
+    if pool != asked_pool:
+        told = replace(told, pool=pool, asked_pool=asked_pool)
+    elif most == max_tokens and not told.not_streamed:
+        return max_tokens, None
+    return most, told
 
 
 def _stop_token_ids(request: RequestInput, stop_tokens: Collection[int], ends: Sequence[int]) -> list[int]:

@@ -35,6 +35,7 @@ MAX_PRIORITY = 100
 MAX_IDEMPOTENCY_KEY_CHARS = 128
 MAX_KEEP_S = 60
 MAX_CHAT_MESSAGES = 4096
+TEMPLATE_TOKENS = 256  # that a chat template may add
 BYTES_PER_CONTEXT_TOKEN = 16  # longer text is refused unread; tokens of real text are shorter
 MAX_TEXT_BYTES = 1 << 20
 MAX_TEMPLATE_KWARGS_BYTES = 1 << 14
@@ -130,6 +131,7 @@ class RequestInput:
     model: str = ""  # a base model's or a pool's name; empty: as the adapter has it, or the tenant's policy
     conversation: str = ""  # and user: whose version a rollout keeps the same
     user: str = ""
+    is_movable: bool = False  # another pool's tokens may answer: the front tells of none of this one's
     traceparent: str | None = None
     time_remaining_s: float | None = None  # until the caller's deadline
     request_id: str = ""  # 32 hexadecimal digits that the front drew; empty: it draws none
@@ -511,6 +513,25 @@ def _wrong_template_kwargs(kwargs: Mapping[str, Any]) -> list[FieldViolation]:
         elif isinstance(value, list | tuple):
             left += [(each, depth + 1) for each in value]
     return found
+
+
+def is_movable(request: RequestInput, model: ModelLimits) -> bool:
+    """Whether another model may answer instead: the request names no token of its own, and surely fits."""
+    sampling, prompt = request.sampling, request.prompt
+    names_tokens = request.stop_token_ids or sampling.logit_bias or sampling.allowed_token_ids or sampling.bad_words
+    if not request.is_movable or names_tokens or sampling.top_logprobs is not None:
+        return False
+    if sampling.prompt_logprobs is not None or request.constraint_after is not None or request.n > model.max_sequences:
+        return False
+    match prompt:
+        case TextPrompt(text):
+            size_bytes = len(text.encode())
+        case ChatPrompt():
+            size_bytes = json_bytes(prompt) + sum(len(role) + len(text.encode()) for role, text in prompt.messages)
+            size_bytes += TEMPLATE_TOKENS
+        case _:
+            return False
+    return size_bytes + request.max_tokens < model.max_context_tokens  # a token has a byte at least
 
 
 def prompt_is_readable(prompt: Prompt | None, violations: Sequence[FieldViolation]) -> bool:

@@ -66,7 +66,8 @@ class Job:
         if cap is None or self.is_resumed or cap >= self.max_tokens:
             return self
         asked = self.degraded.asked_max_tokens if self.degraded is not None else self.max_tokens
-        degraded = Degraded(max_tokens=cap, asked_max_tokens=asked, overload_level=grant.overload_level)
+        before = self.degraded or Degraded(cap, asked, grant.overload_level)
+        degraded = replace(before, max_tokens=cap, overload_level=grant.overload_level)
         return replace(self, max_tokens=cap, degraded=degraded)
 
     def resumed(self, emitted: Sequence[Sequence[int] | None]) -> Job:

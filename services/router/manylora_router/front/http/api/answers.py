@@ -408,5 +408,7 @@ def headers_of(started: Started) -> dict[str, str]:
         told["x-degraded"] = (
             f"max_tokens={degraded.max_tokens}, asked_max_tokens={degraded.asked_max_tokens}, "
             f"overload_level={degraded.overload_level}"
+            + (f", pool={degraded.pool}, asked_pool={degraded.asked_pool}" if degraded.pool else "")
+            + (", not_streamed" if degraded.not_streamed else "")
         )
     return told | errors.rate_limits(started.levels)

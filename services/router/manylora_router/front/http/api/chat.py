@@ -65,7 +65,8 @@ def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[RequestInput,
     exchange.names |= {"max_tokens": "max_completion_tokens"} if max_tokens is not None else {}
     fields.check()
     sampling = replace(request.sampling, prompt_logprobs=form.prompt_logprobs)
-    return reading.asked(replace(request, sampling=sampling), prompt), form, reading
+    request = replace(request, sampling=sampling, is_movable=reading.is_plain)
+    return reading.asked(request, prompt), form, reading
 
 
 def _top_logprobs(fields: Fields) -> int | None:

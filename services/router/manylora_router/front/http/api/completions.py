@@ -52,7 +52,7 @@ def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[list[RequestI
         # lm-eval cuts the one token behind the prompt off, whatever it is: it has to be there.
         request = replace(request, ignore_eos=request.ignore_eos or request.max_tokens == 1)
     sampling = replace(request.sampling, prompt_logprobs=told)
-    requests = [replace(request, prompt=prompt, sampling=sampling) for prompt in prompts]
+    requests = [replace(request, prompt=prompt, sampling=sampling, is_movable=not echoes) for prompt in prompts]
     requests[0] = replace(requests[0], request_id=exchange.request_id)
     return requests, form, echoes
 
