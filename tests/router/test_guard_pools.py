@@ -153,6 +153,7 @@ def test_an_adapter_is_of_its_pool() -> None:
         await until(lambda: "acme/mine" in cluster.app.directory.adapters)
         assert (await cluster.ask(text_request("hi"), x_adapter_id="mine")).error is None
         assert worker.executed[-1].adapter_uid == f"{'c' * 64}@acme"
+        assert cluster.scheduler.enqueued[-1].adapter_rank == 8
         for model, name in (("tiny", "mine"), ("small", "upper")):
             told = await cluster.ask(text_request("hi", model=model), x_adapter_id=name)
             assert told.error is not None

@@ -53,12 +53,20 @@ def enqueue(**fields: Any) -> scheduler_pb2.Enqueue:
         ("adapter_uid", "ab" * 32 + "@a/b"),
         ("sequences", MAX_SEQUENCES + 1),
         ("timeout_s", math.nan),
+        ("pool", "A"),
     ],
 )
 def test_what_is_refused_names_its_field(field: str, value: object) -> None:
     with pytest.raises(InvalidRequest) as error:
         queued_request(enqueue(**{field: value}), ROUTER, now=0.0, enqueued_ns=0)
     assert [violation.field for violation in error.value.violations] == [field]
+
+
+def test_a_request_has_its_pool_and_its_adapters_rank() -> None:
+    plain = queued_request(enqueue(), ROUTER, now=0.0, enqueued_ns=0)
+    assert (plain.pool, plain.adapter_rank) == ("default", 0)
+    told = queued_request(enqueue(pool="small", adapter_rank=16), ROUTER, now=0.0, enqueued_ns=0)
+    assert (told.pool, told.adapter_rank) == ("small", 16)
 
 
 def test_time_left_becomes_a_deadline_and_for_ever_none() -> None:

@@ -145,7 +145,7 @@ class VersionCounts(_message.Message):
     def __init__(self, completed: _Optional[int] = ..., failed: _Optional[int] = ..., cut: _Optional[int] = ..., cold: _Optional[_Mapping[int, int]] = ..., warm: _Optional[_Mapping[int, int]] = ..., token: _Optional[_Mapping[int, int]] = ..., scores: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class Enqueue(_message.Message):
-    __slots__ = ("request_id", "tenant_id", "qos_class", "priority", "adapter_uid", "prompt_tokens", "max_new_tokens", "sequences", "timeout_s", "traceparent", "adapter_id", "resumed", "pool", "key")
+    __slots__ = ("request_id", "tenant_id", "qos_class", "priority", "adapter_uid", "prompt_tokens", "max_new_tokens", "sequences", "timeout_s", "traceparent", "adapter_id", "resumed", "pool", "key", "adapter_rank")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     QOS_CLASS_FIELD_NUMBER: _ClassVar[int]
@@ -160,6 +160,7 @@ class Enqueue(_message.Message):
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_RANK_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tenant_id: str
     qos_class: _common_pb2.QosClass
@@ -174,7 +175,8 @@ class Enqueue(_message.Message):
     resumed: bool
     pool: str
     key: KeyLimits
-    def __init__(self, request_id: _Optional[str] = ..., tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., priority: _Optional[int] = ..., adapter_uid: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., sequences: _Optional[int] = ..., timeout_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., adapter_id: _Optional[str] = ..., resumed: _Optional[bool] = ..., pool: _Optional[str] = ..., key: _Optional[_Union[KeyLimits, _Mapping]] = ...) -> None: ...
+    adapter_rank: int
+    def __init__(self, request_id: _Optional[str] = ..., tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., priority: _Optional[int] = ..., adapter_uid: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., sequences: _Optional[int] = ..., timeout_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., adapter_id: _Optional[str] = ..., resumed: _Optional[bool] = ..., pool: _Optional[str] = ..., key: _Optional[_Union[KeyLimits, _Mapping]] = ..., adapter_rank: _Optional[int] = ...) -> None: ...
 
 class KeyLimits(_message.Message):
     __slots__ = ("key_id", "requests_per_min", "tokens_per_min", "concurrency")

@@ -170,6 +170,7 @@ class Adapter:
     is_canary: bool = False  # it is the one that is tried
     pool: str = DEFAULT_POOL
     base_digest: str = ""  # of its base model, where that is known
+    rank: int = 0  # of several the sum; 0: not known
 
     @property
     def digest(self) -> AdapterDigest:
@@ -259,7 +260,7 @@ def admit_caller(
             raise not_found_adapter(str(replace(part, weight=1.0)))
         lines.append(line)
         found.append(version)
-    pool = found[0].pool
+    pool, rank = found[0].pool, sum(version.max_lora_rank for version in found)
     _check_together(asked, found, max_lora_rank(pool))
     key = key_of(
         Part(policy.copy_of(AdapterDigest(each.uid)), part.weight) for each, part in zip(found, asked, strict=True)
@@ -269,9 +270,9 @@ def admit_caller(
     # An answer of several says nothing of one of them.
     rollout = lines[0].rollout if len(lines) == 1 and asked[0].version is None and asked[0].weight == 1.0 else None
     if rollout is None:
-        return policy, Adapter(name, key, parts, pool=pool, base_digest=found[0].base_digest)
+        return policy, Adapter(name, key, parts, "", False, pool, found[0].base_digest, rank)
     is_canary = found[0].number == rollout.to
-    return policy, Adapter(name, key, parts, rollout.trial, is_canary, pool, found[0].base_digest)
+    return policy, Adapter(name, key, parts, rollout.trial, is_canary, pool, found[0].base_digest, rank)
 
 
 def _check_together(parts: Sequence[AdapterPart], found: Sequence[AdapterVersion], max_lora_rank: int) -> None:

@@ -94,6 +94,7 @@ class Job:
             sequences=sequences,
             traceparent=traceparent,
             resumed=self.is_resumed,
+            adapter_rank=self.adapter.rank if self.adapter else 0,
             pool="" if self.pool == DEFAULT_POOL else self.pool,
             key=_limits(self.limits),
         )

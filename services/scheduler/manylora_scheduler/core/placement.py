@@ -1,8 +1,9 @@
 """Which worker runs a request: where its adapter is, while that does not crowd one worker. Pure; keeps nothing.
 
-The choice is the least loaded open worker that is under the cap and has the adapter, then the first under the cap in
-the adapter's own order (the ring), then any. The cap is bounded load (Mirrokni, Thorup, Zadimoghaddam 2018), never
-above the real slots. Requests for the base model go to the least loaded.
+Of the workers that have the adapter and are not too full, the nearest one; among those, the first in the adapter's own
+order (the ring) that is not above the mean, so that copies beyond the load are used no more, and leave. A cold adapter
+comes to one under the cap (bounded load: Mirrokni, Thorup, Zadimoghaddam 2018), of the first in its order to where its
+rank slows the fewest. A copy is made further above the mean than it is given up. Base model: the least loaded.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from manylora_scheduler.core.worker_view import WorkerView
 
 _MAX_NEAR = 32  # of more workers that have an adapter, so many are looked at
 _MAX_SPARE = 8
+_NEAR = 8  # of the first workers in a cold adapter's order, so many are compared by rank
 _FEW = 16  # so many open workers are compared by distance; of more, the ring is walked
 
 
@@ -32,21 +34,22 @@ def choose(request: QueuedRequest, fleet: Fleet, allowed: Callable[[WorkerView],
 
     uid = request.adapter_uid
     if uid is not None:
-        cap = load_cap(fleet)
+        spread = spread_cap(fleet)
 
-        def under_cap(worker: WorkerView) -> bool:
+        def takes(worker: WorkerView, most: int) -> bool:
             slots = worker.sequence_slots
             return (
-                worker.slotted_sequences < min(slots, max(cap, slots // 4))
+                worker.slotted_sequences < min(slots, max(most, slots // 4))
                 and worker.serving
                 and worker.can_take(request)
                 and allowed(worker)
             )
 
-        near = [worker for worker in _holders(uid, fleet) if under_cap(worker)]
+        near = [worker for worker in _holders(uid, fleet) if takes(worker, spread)]
         if near:
-            return min(near, key=lambda w: (-w.nearness(uid), w.slotted_sequences / w.sequence_slots, w.worker_id))
-        found = home(uid, fleet, under_cap)
+            return near[0] if len(near) == 1 else _of_holders(uid, fleet, near)
+        cap = load_cap(fleet)
+        found = home(uid, fleet, lambda worker: takes(worker, cap), request.adapter_rank)
         if found is not None:
             return found
     for worker in fleet.open_workers():
@@ -74,14 +77,35 @@ def choose_spare(request: QueuedRequest, fleet: Fleet, allowed: Callable[[Worker
     return min(found, key=rank, default=None)
 
 
-def home(uid: AdapterKey, fleet: Fleet, accepts: Callable[[WorkerView], bool]) -> WorkerView | None:
-    """The first open one in the adapter's own order."""
+def _of_holders(uid: AdapterKey, fleet: Fleet, near: Collection[WorkerView]) -> WorkerView:
+    """Those above the mean come behind, the fullest last; and all by their load, where nearly all have the adapter."""
+    total, num_open = fleet.slotted_sequences, fleet.num_open
+    is_everywhere = len(near) >= min(num_open, _MAX_NEAR)
+
+    def rank(worker: WorkerView) -> tuple[int, float, int, WorkerId]:
+        counts = is_everywhere or worker.slotted_sequences * num_open > total
+        load = worker.slotted_sequences / worker.sequence_slots if counts else 0.0
+        return -worker.nearness(uid), load, fleet.ring.distance(uid, worker.worker_id), worker.worker_id
+
+    return min(near, key=rank)
+
+
+def home(
+    uid: AdapterKey, fleet: Fleet, accepts: Callable[[WorkerView], bool], adapter_rank: int = 0
+) -> WorkerView | None:
+    """Of the first open ones in the adapter's own order that where its rank slows the fewest; 0: the first."""
+    found: Iterable[WorkerView]
     if fleet.num_open <= _FEW:
-        found = [worker for worker in fleet.open_workers() if accepts(worker)]
-        if len(found) == 1:
-            return found[0]
-        return min(found, key=lambda w: (fleet.ring.distance(uid, w.worker_id), w.worker_id), default=None)
-    return next(in_order(uid, fleet, accepts), None)
+        those = [worker for worker in fleet.open_workers() if accepts(worker)]
+        if len(those) < 2:
+            return those[0] if those else None
+        those.sort(key=lambda w: (fleet.ring.distance(uid, w.worker_id), w.worker_id))
+        found = those
+    else:
+        found = in_order(uid, fleet, accepts)
+    if not adapter_rank:
+        return next(iter(found), None)
+    return min(islice(found, _NEAR), key=lambda worker: worker.slowed_by(adapter_rank), default=None)
 
 
 def in_order(uid: AdapterKey, fleet: Fleet, accepts: Callable[[WorkerView], bool]) -> Iterator[WorkerView]:
@@ -92,8 +116,18 @@ def in_order(uid: AdapterKey, fleet: Fleet, accepts: Callable[[WorkerView], bool
 
 
 def load_cap(fleet: Fleet) -> int:
-    """ceil(1.25 * (sequences + 1) / workers) over the open workers, of which there is one at least."""
-    return -(-5 * (fleet.slotted_sequences + 1) // (4 * fleet.num_open))
+    """1.25 times the mean of the open workers."""
+    return _times_mean(fleet, 5)
+
+
+def spread_cap(fleet: Fleet) -> int:
+    """1.5 times the mean: up to here who has an adapter takes its requests."""
+    return _times_mean(fleet, 6)
+
+
+def _times_mean(fleet: Fleet, quarters: int) -> int:
+    """ceil(quarters / 4 * (sequences + 1) / workers) over the open workers, of which there is one at least."""
+    return -(-quarters * (fleet.slotted_sequences + 1) // (4 * fleet.num_open))
 
 
 def _holders(uid: AdapterKey, fleet: Fleet) -> Iterable[WorkerView]:

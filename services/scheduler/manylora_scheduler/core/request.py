@@ -47,6 +47,7 @@ class QueuedRequest:
     enqueued_ns: int = 0  # Unix time, for traces; 0 while they are off
     pool: str = DEFAULT_POOL
     limits: KeyLimits | None = None  # of the key that asked; None: it has none of its own
+    adapter_rank: int = 0  # 0: it is not known, or the base model
 
 
 class Phase(enum.Enum):

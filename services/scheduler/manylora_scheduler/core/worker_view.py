@@ -66,7 +66,8 @@ class WorkerView:
     """Takes requests while it is connected (the present stream brought a snapshot) and not draining."""
 
     __slots__ = ("_assigned", "_front", "_granted_blocks", "_granted_sequences", "_holders", "_holds_longest",
-                 "_loads", "_max_sequences", "_output_tokens", "_prefetches", "adapters", "address", "block_size",
+                 "_loads", "_max_sequences", "_output_tokens", "_prefetches", "_ranks",
+                 "adapters", "address", "block_size",
                  "connected", "device", "draining", "granted", "has_reported",
                  "held_by_tenant", "held_sequences", "kv_blocks_free", "kv_blocks_total", "max_context_tokens", "place",
                  "running", "running_sequences", "sequence_slots",
@@ -101,6 +102,7 @@ class WorkerView:
         self.held_by_tenant: dict[TenantId, int] = {}  # for reading
         self._front: FlowKey | None = None
         self._assigned: dict[AdapterUid, int] = {}  # live tickets by adapter
+        self._ranks: dict[int, int] = {}  # live sequences by their adapter's rank
         self._holds_longest = False  # its KV holds a sequence that is as long as its context can be
         self.standing = AWAY  # as of its last `Fleet.update`, which alone writes it, and place.
         self.place = NOWHERE
@@ -236,6 +238,14 @@ class WorkerView:
             return Residency.ARRIVING
         return found
 
+    def slowed_by(self, rank: int) -> int:
+        """Sequences whose steps would take longer: of lower ranks than all so far, or this one beside a higher."""
+        ranks = self._ranks
+        if not ranks:
+            return 0
+        highest = max(ranks)
+        return int(highest > rank) if highest >= rank else sum(ranks.values())
+
     def has_or_awaits(self, uid: AdapterUid) -> bool:
         return bool(self.adapters.get(uid)) or uid in self._assigned or uid in self._prefetches
 
@@ -274,6 +284,8 @@ class WorkerView:
         ticket.blocks = blocks = self.blocks_for(request)
         self._granted_blocks += blocks
         self._granted_sequences += request.sequences
+        if rank := request.adapter_rank:
+            self._ranks[rank] = self._ranks.get(rank, 0) + request.sequences
         for uid in uids_of(request.adapter_uid) if request.adapter_uid is not None else ():
             count = self._assigned.get(uid)
             if count is None:
@@ -315,7 +327,11 @@ class WorkerView:
         return [ticket for ticket in self.running.values() if ticket is not None] + list(self.granted.values())
 
     def _unassign(self, ticket: Ticket) -> None:
-        key = ticket.request.adapter_uid
+        key, rank = ticket.request.adapter_uid, ticket.request.adapter_rank
+        if rank:
+            self._ranks[rank] -= ticket.request.sequences
+            if not self._ranks[rank]:
+                del self._ranks[rank]
         for uid in uids_of(key) if key is not None else ():
             count = self._assigned[uid]
             if count > 1:
@@ -444,11 +460,15 @@ class WorkerView:
             for tenant in tenants
         }
         counts: dict[AdapterUid, int] = {}
+        ranks: dict[int, int] = {}
         for ticket in self.tickets():
+            if rank := ticket.request.adapter_rank:
+                ranks[rank] = ranks.get(rank, 0) + ticket.request.sequences
             assert ticket.worker_id == self.worker_id
             for uid in uids_of(ticket.request.adapter_uid) if ticket.request.adapter_uid is not None else ():
                 counts[uid] = counts.get(uid, 0) + 1
         assert counts == self._assigned
+        assert ranks == self._ranks
         assert ABSENT not in self.adapters.values()
         held = {uid for uid in self._residents() if self.residency(uid) is not ABSENT}
         assert self._holders.uids_of(self) == held

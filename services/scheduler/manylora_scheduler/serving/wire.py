@@ -108,6 +108,7 @@ def queued_request(
         enqueued_ns=enqueued_ns,
         pool=pool,
         limits=_limits_of(message),
+        adapter_rank=message.adapter_rank,
     )
 
 
