@@ -84,7 +84,7 @@ def test_every_field_is_told() -> None:
     ends = [ChoiceEnd(0, common_pb2.FINISH_REASON_STOP, stop_string="."), ChoiceEnd(1, stop_token_id=0)]
     frame = Frame(
         4,
-        Started("r", "up@2", "a" * 64, 2**63, [5, 6], degraded),
+        Started("r", "up@2", "a" * 64, 2**63, [5, 6], degraded, resume_token="t"),
         logprobs,
         Delta(1, 3, [8], "x", logprobs),
         Finished(common_pb2.OUTCOME_COMPLETED, ends, usage, timings, "w", degraded),
@@ -94,7 +94,13 @@ def test_every_field_is_told() -> None:
     assert message == inference_pb2.GenerateResponse(
         frame=4,
         started=inference_pb2.Started(
-            request_id="r", adapter="up@2", adapter_version="a" * 64, seed=2**63, prompt_tokens=2, degraded=told
+            request_id="r",
+            adapter="up@2",
+            adapter_version="a" * 64,
+            seed=2**63,
+            prompt_tokens=2,
+            degraded=told,
+            resume_token="t",
         ),
         prompt_logprobs=logprobs,
         delta=inference_pb2.Delta(choice=1, first_position=3, token_ids=[8], text="x", logprobs=logprobs),
