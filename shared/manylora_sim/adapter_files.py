@@ -18,6 +18,7 @@ from manylora_shared.stores.adapter_files import (
     object_path,
     parse_config,
 )
+from manylora_shared.stores.adapter_rope import with_rope
 from manylora_shared.stores.adapter_tokenizer import BroughtTokenizer
 
 
@@ -67,6 +68,12 @@ class MemoryAdapterFiles:
 
     async def is_sealed(self, uid: AdapterUid) -> bool:
         return False
+
+    async def put_rope(self, incoming: str, rope: str) -> None:
+        folder = self.files[incoming]
+        if CONFIG_NAME not in folder:
+            raise InvalidRequest.of(CONFIG_NAME, "is missing")
+        self._put(incoming, {**folder, CONFIG_NAME: with_rope(parse_config(folder[CONFIG_NAME]), rope)})
 
     async def finish(self, incoming: str) -> AdapterDigest:
         folder = self.files[incoming]

@@ -46,7 +46,7 @@ def make_runner(
 def put_adapter(runner: TorchModelRunner, loaded: LoadedModel, folder: Path) -> AdapterUid:
     """Reads the adapter straight onto the device."""
     adapter = read_adapter(folder, loaded.adapter_base(), LIMITS)
-    runner.adapters[adapter.uid] = adapter.on(loaded.device)
+    runner.adapters[adapter.uid] = runner.placed(adapter)
     return adapter.uid
 
 

@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.numerics.adapters import recipes, save_adapter
 from tests.numerics.families import EACH_FAMILY, make_model
+from tests.numerics.test_columns import BIASED, RECIPES, save_trained
+from tests.numerics.test_rope import SCALINGS, put_scaled, references
 
 
 def logits_of(folder: Path) -> torch.Tensor:
@@ -87,3 +89,26 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ModelRefused):
         merge(str(tmp_path / "base"), adapter, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("kind", ["dora", "biases", "both"])
+def test_gains_and_biases_are_merged_as_peft_merges_them(kind: str, tmp_path: Path) -> None:
+    model = make_model("qwen2", tmp_path / "base")
+    adapter = save_trained(tmp_path / "base", tmp_path / "adapter", 5, (RECIPES | BIASED)[kind])
+    assert merge(str(tmp_path / "base"), adapter, tmp_path / "merged") > 0
+    merged = PeftModel.from_pretrained(model, adapter).merge_and_unload().eval()
+    with torch.no_grad():
+        expected = merged(torch.arange(3, 19)[None]).logits[0]
+    torch.testing.assert_close(logits_of(tmp_path / "merged"), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_rotation_of_its_own_becomes_the_merged_models(tmp_path: Path) -> None:
+    make_model("llama", tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    adapter = save_adapter(model, tmp_path / "adapter", 5, **recipes("llama")["rank-1"])
+    merge(str(tmp_path / "base"), put_scaled(adapter, SCALINGS["yarn"]), tmp_path / "merged")
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert config["rope_parameters"]["rope_type"] == "yarn"
+    assert config["max_position_embeddings"] == 256
+    expected = references(tmp_path / "base", dict.fromkeys(SCALINGS, adapter))["yarn"].logits(list(range(3, 19)), "own")
+    torch.testing.assert_close(logits_of(tmp_path / "merged"), expected, rtol=1e-4, atol=1e-4)

@@ -129,7 +129,7 @@ def test_weights_are_as_read_here(pool: Pool, family: Family, base: AdapterBase)
         assert torch.equal(adapter.buffer, expected.buffer)
         assert pool.memory.free_bytes < _HOST_BYTES
         pool.free(adapter)
-        assert pool.check(folder) == expected.layout
+        assert pool.check(folder) == (expected.layout, expected.extras)
     assert len(pool.readers) == 1, "one after the other, one process serves"
 
 
@@ -393,11 +393,11 @@ def test_a_sealed_adapter_is_read_as_a_plain_one(family: Family, base: AdapterBa
     pool = ReaderProcesses(base, LIMITS, memory, keys=keys)
     try:
         for reader in (local, pool):
-            assert reader.check(tmp_path) == expected.layout
+            assert reader.check(tmp_path) == (expected.layout, expected.extras)
             adapter = reader.read(tmp_path, uid)
             assert torch.equal(adapter.buffer, expected.buffer)
             reader.free(adapter)
-        assert coverage_of(tmp_path, expected.layout, base, keys) == coverage_of(plain, expected.layout, base)
+        assert coverage_of(tmp_path, expected.layout, base, keys=keys) == coverage_of(plain, expected.layout, base)
         weights = tmp_path / "adapter_model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1] + b"x")
         for reader in (local, pool):

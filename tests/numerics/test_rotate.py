@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
 
 from manylora_worker.models.cuda.kernels.attention import PagedLayout
-from manylora_worker.models.cuda.kernels.rotate import rotate_store
+from manylora_worker.models.cuda.kernels.rotate import rotate_store, row_angles
 from test_add_norm import ROWS, ROWS_THERE, only_outputs
 
 from tests.numerics.interpreter import DEVICES
@@ -39,3 +39,25 @@ def test_rotate_store(half: int, device: str) -> None:
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want)
     assert found[0][1].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_row_angles(device: str) -> None:
+    """Rows of a slot with frequencies of its own by these, the others by the table; padding is left alone."""
+    torch.manual_seed(0)
+    half, tokens = 4, 100_000
+    table = torch.randn(tokens, half, device=device)
+    ropes = torch.zeros(3, half + 1, device=device)
+    ropes[2] = torch.tensor([1.0, 0.3, 0.01, 1e-4, 1.25], device=device)
+    positions = torch.tensor([7, 99_999, 131_071, 0, 5], dtype=torch.int32, device=device)
+    adapters = torch.tensor([0, 1, 2, 2, 2], dtype=torch.int32, device=device)
+    cos, sin = torch.zeros(2, 5, half, device=device).unbind(0)
+    row_angles(
+        cos, sin, positions=positions, row_adapters=adapters, ropes=ropes, cos=table, sin=-table,
+        num_rows=torch.tensor(4, dtype=torch.int32, device=device),
+    )  # fmt: skip
+    angles = positions[2:4, None].float() * ropes[2, :half]
+    expected = torch.cat((table[[7, 99_999]], angles.cos() * 1.25, torch.zeros(1, half, device=device)))
+    torch.testing.assert_close(cos, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(sin[2:4], angles.sin() * 1.25, atol=1e-5, rtol=0)
+    torch.testing.assert_close(sin[:2], -table[[7, 99_999]])

@@ -5,18 +5,26 @@ What it computes is tested against the oracle with everything else of the engine
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from manylora_shared.composition import Part, key_of
+from manylora_worker.kinds.api import Sampling, StepBatch
 from manylora_worker.models.decoder_weights import read_decoder
 from manylora_worker.models.loader import load_model
 from manylora_worker.models.torch.decoder import trusted_weights
+from manylora_worker.weights.source import AdapterInvalid, read_adapter
 from transformers import AutoModelForCausalLM
 
+from tests.numerics.adapters import Reference, save_adapter
 from tests.numerics.conftest import FamilyOf
-from tests.numerics.driver import Driver, Stream, make_runner
+from tests.numerics.driver import LIMITS, Driver, Stream, make_runner, prompts, put_adapter
 from tests.numerics.families import FAMILIES
+from tests.numerics.test_columns import save_trained
 
 READ = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"})
 
@@ -49,3 +57,51 @@ def test_a_model_that_does_more_than_its_parts_show(family_of: FamilyOf, caplog:
     with torch.no_grad():
         expected = plain(torch.tensor([prompt])).logits[0, -1]
     torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", pytest.param("gemma2", marks=pytest.mark.wide)])
+def test_lora_on_the_output_head(family_of: FamilyOf, tmp_path: Path, name: str) -> None:
+    """Beside rows without, in a composition, and of a prompt's scored tokens. Llama's head shares the embeddings'
+    weight, Gemma's logits have a soft cap behind it."""
+    family = family_of(name)
+    model = AutoModelForCausalLM.from_pretrained(family.folder, dtype=torch.float32)
+    folder = tmp_path / "head"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tied weights
+        save_adapter(model, folder, 3, r=5, lora_alpha=20, target_modules=["lm_head", "q_proj"])
+        fresh = AutoModelForCausalLM.from_pretrained(family.folder, dtype=torch.float32, attn_implementation="eager")
+        oracle = Reference(fresh.eval(), {"head": folder, "all-linear": family.adapters["all-linear"]})
+        oracle.compose("both", {"head": 0.5, "all-linear": 1.0})
+    runner = make_runner(family.loaded)
+    driver = Driver(runner)
+    head, other = (put_adapter(runner, family.loaded, each) for each in (folder, family.adapters["all-linear"]))
+    both = key_of([Part(head, 0.5), Part(other)])
+    drawn = prompts(5, seed=4)
+    asked = [(head, "head"), (None, None), (both, "both"), (other, "all-linear"), (head, "head")]
+    streams = [(Stream(prompt, uid), adapter) for (uid, adapter), prompt in zip(asked, drawn, strict=True)]
+    for row, (stream, adapter) in zip(driver.logits([each for each, _ in streams]), streams, strict=True):
+        torch.testing.assert_close(row, oracle.logits(stream.tokens, adapter)[-1], atol=1e-4, rtol=0)
+    stream = Stream(prompts(1, seed=9)[0], head, sampling=Sampling(seed=0, temperature=0.0, prompt_logprobs=1))
+    chunk = replace(driver.chunk(stream), scored=range(len(stream.prompt) - 1))
+    (answer,) = runner.execute(StepBatch([chunk]))
+    wanted = torch.log_softmax(oracle.logits(stream.prompt, "head"), -1)
+    expected = [float(row[token]) for row, token in zip(wanted, stream.prompt[1:], strict=False)]
+    assert [each.logprob for each in answer.scored] == pytest.approx(expected, abs=1e-3)
+
+
+def test_where_the_head_cannot_be_adapted_it_is_said(family_of: FamilyOf, tmp_path: Path) -> None:
+    """Nor is it scaled; 'all-linear' leaves it out."""
+    family = family_of("qwen2")
+    base = family.loaded.adapter_base()
+    model = AutoModelForCausalLM.from_pretrained(family.folder, dtype=torch.float32)
+    folder = save_adapter(model, tmp_path / "head", 3, r=2, target_modules=["lm_head", "q_proj"])
+    read_adapter(folder, base, LIMITS)
+    with pytest.raises(AdapterInvalid, match="adapts the embeddings or the output head"):
+        read_adapter(folder, family.loaded.adapter_base(is_read=False), LIMITS)
+    scaled = save_trained(
+        family.folder, tmp_path / "dora", 1, {"target_modules": ["lm_head"], "r": 2, "use_dora": True}
+    )
+    with pytest.raises(AdapterInvalid, match="scales or shifts the output head"):
+        read_adapter(scaled, base, LIMITS)
+    plain = read_adapter(family.adapters["all-linear"], base, LIMITS)
+    assert len(family.loaded.sites) not in {placed.site for placed in plain.layout}

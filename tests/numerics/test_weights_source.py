@@ -171,9 +171,10 @@ CONFIG_REFUSALS: list[tuple[str, Any]] = [
     ("task_type", "SEQ_CLS"),
     ("base_model_name_or_path", "someone/else"),
     ("base_model_name_or_path", 7),
-    ("bias", "all"),
-    ("bias", "lora_only"),
+    ("bias", "some"),
+    ("bias", 3),
     ("use_dora", True),
+    ("use_dora", "yes"),
     ("modules_to_save", ["lm_head"]),
     ("trainable_token_indices", [1, 2]),
     ("target_parameters", ["model.layers.0.mlp.weight"]),
@@ -349,7 +350,7 @@ def test_module_without_weights(folder: Folder) -> None:
     "key",
     [
         "base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight",
-        "base_model.model.lm_head.lora_A.weight",
+        "base_model.model.model.embed_tokens.lora_A.weight",
         "base_model.model.model.embed_tokens.lora_embedding_A",
         "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector",
         "base_model.model.model.norm.weight",
@@ -378,7 +379,7 @@ def test_content_that_was_not_registered(folder: Folder) -> None:
 
 
 def test_all_problems_at_once_and_bounded(folder: Folder) -> None:
-    folder.set(r=0, bias="all", base_model_name_or_path="other")
+    folder.set(r=0, bias="some", base_model_name_or_path="other")
     folder.change(lambda t: t.update({f"stray-{i}": torch.ones(1) for i in range(100)}))
     with pytest.raises(AdapterInvalid) as caught:
         folder.read()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from manylora_router.guard.admission import (
     MAX_TEXT_BYTES,
+    Adapter,
     ChatPrompt,
     ModelLimits,
     Prompt,
@@ -17,12 +18,13 @@ from manylora_router.guard.admission import (
     TokenPrompt,
     admit,
     admit_caller,
+    alone,
     check,
     prompt_is_readable,
     seed_of_key,
 )
 from manylora_shared.errors import Code, InvalidRequest, NotFound
-from manylora_shared.ids import AdapterName, QosClass, TenantId
+from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId
 from manylora_shared.sampling import Sampling
 from manylora_shared.tenancy.adapter_line import AdapterVersion, Line, StickyKeys
 from manylora_shared.tenancy.policy import TenantLimits, TenantPolicy
@@ -333,3 +335,66 @@ def test_seed_of_key() -> None:
     assert len({seed_of_key(t, k) for t in ("a", "b") for k in ("1", "2")}) == 4
     assert seed_of_key("a", "bc") != seed_of_key("ab", "c")
     assert 0 <= seed_of_key("acme", "k") < 2**64
+
+
+def test_an_adapter_that_stretches_the_context_has_its_own_limit() -> None:
+    """Up to what the workers serve; the base model's and other adapters' stay."""
+    model = replace(MODEL, longest_context_tokens=64)
+    long = TokenPrompt([1] * 50)
+
+    def admits(limits: ModelLimits) -> bool:
+        request = RequestInput(long)
+        try:
+            admit(request, long.ids, check(request, limits), ACME, limits, default_max_tokens=8)
+        except InvalidRequest:
+            return False
+        return True
+
+    def adapter(context: int) -> Adapter:
+        return replace(alone(AdapterName("a"), AdapterUid("b" * 64)), max_context_tokens=context)
+
+    assert not admits(model.with_adapter(None))
+    assert not admits(model.with_adapter(adapter(0)))
+    assert not admits(model.with_adapter(adapter(50)))
+    assert admits(model.with_adapter(adapter(51)))
+    assert model.with_adapter(adapter(1000)).max_context_tokens == 64
+    assert replace(MODEL).with_adapter(adapter(1000)) == MODEL
+
+
+def test_adapters_that_rotate_positions_differently_go_not_together() -> None:
+    def version(digit: str, rope: str) -> Line:
+        return Line(AdapterVersion(1, digit * 64, 8, 1, (), 0.0, rope=rope, max_context_tokens=100 if rope else 0))
+
+    lines = {"plain": version("a", ""), "long": version("b", "{}"), "longer": version("c", "{}")}
+
+    def admitted(reference: str) -> Adapter:
+        _, found = admit_caller(
+            "acme", reference, lambda _: ACME, lambda _, name: lines.get(name), StickyKeys("r"), lambda _: 32
+        )
+        assert found is not None
+        return found
+
+    assert admitted("long+longer").max_context_tokens == 100
+    assert admitted("plain").max_context_tokens == 0
+    for reference in ("plain+long", "long+longer+plain"):
+        with pytest.raises(InvalidRequest, match="rotate positions differently"):
+            admitted(reference)
+
+
+def test_an_adapter_that_scales_outputs_goes_alone() -> None:
+    def line(digit: str, *, goes_alone: bool) -> Line:
+        return Line(AdapterVersion(1, digit * 64, 8, 1, (), 0.0, goes_alone=goes_alone))
+
+    lines = {"plain": line("a", goes_alone=False), "dora": line("b", goes_alone=True)}
+
+    def admitted(reference: str) -> str:
+        _, found = admit_caller(
+            "acme", reference, lambda _: ACME, lambda _, name: lines.get(name), StickyKeys("r"), lambda _: 32
+        )
+        assert found is not None
+        return found.name
+
+    assert admitted("dora") == "dora"
+    for reference in ("dora+plain", "plain+dora:0.5", "dora:0.5"):
+        with pytest.raises(InvalidRequest, match="it goes with no other or weight"):
+            admitted(reference)

@@ -228,4 +228,5 @@ class WorkerApp:
             sampling_defaults=model.sampling_defaults,
             pool=self._config.pool,
             protocol=PROTOCOL,
+            longest_context_tokens=model.longest_context_tokens,
         )

@@ -51,6 +51,13 @@ class WorkerConfig(SealingSettings):
     )
     threads: int = setting(0, "compute threads on the CPU; 0: one for each core but one", at_least=0)
 
+    max_model_len: int = setting(
+        0,
+        "no context has more tokens; adapters that rotate positions in their own way may have longer ones than the "
+        "model up to it; 0: the model's",
+        at_least=0,
+    )
+
     kv_cache_mb: int = setting(
         0,
         "MiB of KV cache, unless num_blocks is set; 0: 512, on a GPU all that its memory has left",

@@ -14,20 +14,22 @@ from manylora.client.adapter_documents import STORE_PREFIX
 from manylora.client.aio import Progress
 
 
-async def add(target: Target, tenant: str, name: str, path: str, *, pool: str, as_json: bool) -> None:
+async def add(target: Target, tenant: str, name: str, path: str, *, pool: str, rope: str, as_json: bool) -> None:
     async with target.client() as client:
         if path.startswith(STORE_PREFIX):
-            added = await client.adapters.add_from_store(tenant, name, path.removeprefix(STORE_PREFIX), pool=pool)
+            store_path = path.removeprefix(STORE_PREFIX)
+            added = await client.adapters.add_from_store(tenant, name, store_path, pool=pool, rope=rope)
         elif "://" in path:
-            added = await client.adapters.add_from_source(tenant, name, path, pool=pool)
+            added = await client.adapters.add_from_source(tenant, name, path, pool=pool, rope=rope)
         else:
             with _progress(f"{tenant}/{name}") as on_progress:
-                added = await client.adapters.add(tenant, name, path, pool=pool, on_progress=on_progress)
+                added = await client.adapters.add(tenant, name, path, pool=pool, rope=rope, on_progress=on_progress)
     if as_json:
         print_json(added)
     else:
         full_name = f"{added.tenant_id}/{added.name}@{added.number}"
-        write(f"{full_name}: added, digest {added.version}, rank {added.max_lora_rank}\n")
+        context = f", contexts of {added.max_context_tokens} tokens" if added.max_context_tokens else ""
+        write(f"{full_name}: added, digest {added.version}, rank {added.max_lora_rank}{context}\n")
 
 
 async def list_all(target: Target, tenant: str, *, as_json: bool) -> None:

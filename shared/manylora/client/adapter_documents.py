@@ -34,6 +34,7 @@ class AdapterDocuments(AdapterLines):
         name: str = "",
         samples: bytes = b"",
         judge: str = "",
+        rope: str = "",
         timeout_s: float = ADD_TIMEOUT_S,
     ) -> CheckedAdapter:
         """As `add`, and registers nothing; what is wrong with the adapter stands in the report.
@@ -43,8 +44,9 @@ class AdapterDocuments(AdapterLines):
             name: of the adapter whose version in force it is compared with; empty: none.
             samples: JSON lines; empty: those of the tenant's policy, if it has any.
             judge: of these samples; empty: the policy's, or exact.
+            rope: as of `add`.
         """
-        header = admin_pb2.AddAdapterHeader(tenant_id=tenant_id, name=name, judge=judge)
+        header = admin_pb2.AddAdapterHeader(tenant_id=tenant_id, name=name, judge=judge, rope=rope)
         folder = _set_source(header, source)
         parts = _check_parts(header, folder, samples)
         answer = await self._caller.upload(_ADMIN["CheckAdapter"], parts, timeout_s=timeout_s)
@@ -121,6 +123,7 @@ def _set_source(header: admin_pb2.AddAdapterHeader, source: Path | str) -> Adapt
     folder = AdapterFolder.open(Path(source))
     header.chat_template = folder.tokenizer.chat_template
     header.added_tokens.update(folder.tokenizer.added_tokens)
+    header.rope = header.rope or folder.tokenizer.rope
     return folder
 
 

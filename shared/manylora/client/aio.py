@@ -141,6 +141,7 @@ class Adapters(AdapterDocuments):
         path: Path | str,
         *,
         pool: str = "",
+        rope: str = "",
         on_progress: Progress | None = None,
         timeout_s: float = ADD_TIMEOUT_S,
     ) -> AdapterInfo:
@@ -148,6 +149,8 @@ class Adapters(AdapterDocuments):
 
         Args:
             pool: for whose base model it is; empty: that of the name's other versions, else the policy's first.
+            rope: JSON, the rotation of positions that it was trained with; empty: as its folder says, or the base
+                model's.
         """
         folder = AdapterFolder.open(Path(path))
         header = admin_pb2.AddAdapterHeader(
@@ -156,21 +159,36 @@ class Adapters(AdapterDocuments):
             pool=pool,
             chat_template=folder.tokenizer.chat_template,
             added_tokens=folder.tokenizer.added_tokens,
+            rope=rope or folder.tokenizer.rope,
         )
         return await self._add(header, folder, on_progress, timeout_s)
 
     async def add_from_store(
-        self, tenant_id: str, name: str, store_path: str, *, pool: str = "", timeout_s: float = ADD_TIMEOUT_S
+        self,
+        tenant_id: str,
+        name: str,
+        store_path: str,
+        *,
+        pool: str = "",
+        rope: str = "",
+        timeout_s: float = ADD_TIMEOUT_S,
     ) -> AdapterInfo:
         """store_path: a folder in the cluster's adapter store already, relative to its root."""
-        header = admin_pb2.AddAdapterHeader(tenant_id=tenant_id, name=name, store_path=store_path, pool=pool)
+        header = admin_pb2.AddAdapterHeader(tenant_id=tenant_id, name=name, store_path=store_path, pool=pool, rope=rope)
         return await self._add(header, None, None, timeout_s)
 
     async def add_from_source(
-        self, tenant_id: str, name: str, source: str, *, pool: str = "", timeout_s: float = ADD_TIMEOUT_S
+        self,
+        tenant_id: str,
+        name: str,
+        source: str,
+        *,
+        pool: str = "",
+        rope: str = "",
+        timeout_s: float = ADD_TIMEOUT_S,
     ) -> AdapterInfo:
         """source: s3://BUCKET/PREFIX, https://HOST/PATH, hf://ORG/NAME[@REVISION], which a router reads."""
-        header = admin_pb2.AddAdapterHeader(tenant_id=tenant_id, name=name, source=source, pool=pool)
+        header = admin_pb2.AddAdapterHeader(tenant_id=tenant_id, name=name, source=source, pool=pool, rope=rope)
         return await self._add(header, None, None, timeout_s)
 
     async def list(self, tenant_id: str = "", *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[AdapterInfo, ...]:

@@ -76,6 +76,8 @@ class AdapterInfo:
     state: str = ""  # rejected or inconclusive: the quality gate's verdict, and nobody gets it
     report: str = ""  # its validation report's digest; empty: there is none
     pool: str = "default"  # for whose base model it is
+    rope: str = ""  # its own rotation of positions, JSON; empty: the base model's
+    max_context_tokens: int = 0  # 0: the base model's
 
 
 @dataclass(frozen=True)

@@ -208,23 +208,41 @@ class SyncAdapters:
         path: Path | str,
         *,
         pool: str = "",
+        rope: str = "",
         on_progress: Progress | None = None,
         timeout_s: float = ADD_TIMEOUT_S,
     ) -> AdapterInfo:
-        adding = self._adapters.add(tenant_id, name, path, pool=pool, on_progress=on_progress, timeout_s=timeout_s)
-        return self._thread.run(adding)
-
-    def add_from_store(
-        self, tenant_id: str, name: str, store_path: str, *, pool: str = "", timeout_s: float = ADD_TIMEOUT_S
-    ) -> AdapterInfo:
         return self._thread.run(
-            self._adapters.add_from_store(tenant_id, name, store_path, pool=pool, timeout_s=timeout_s)
+            self._adapters.add(
+                tenant_id, name, path, pool=pool, rope=rope, on_progress=on_progress, timeout_s=timeout_s
+            )
         )
 
-    def add_from_source(
-        self, tenant_id: str, name: str, source: str, *, pool: str = "", timeout_s: float = ADD_TIMEOUT_S
+    def add_from_store(
+        self,
+        tenant_id: str,
+        name: str,
+        store_path: str,
+        *,
+        pool: str = "",
+        rope: str = "",
+        timeout_s: float = ADD_TIMEOUT_S,
     ) -> AdapterInfo:
-        return self._thread.run(self._adapters.add_from_source(tenant_id, name, source, pool=pool, timeout_s=timeout_s))
+        adding = self._adapters.add_from_store(tenant_id, name, store_path, pool=pool, rope=rope, timeout_s=timeout_s)
+        return self._thread.run(adding)
+
+    def add_from_source(
+        self,
+        tenant_id: str,
+        name: str,
+        source: str,
+        *,
+        pool: str = "",
+        rope: str = "",
+        timeout_s: float = ADD_TIMEOUT_S,
+    ) -> AdapterInfo:
+        adding = self._adapters.add_from_source(tenant_id, name, source, pool=pool, rope=rope, timeout_s=timeout_s)
+        return self._thread.run(adding)
 
     def list(self, tenant_id: str = "", *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[AdapterInfo, ...]:
         return self._thread.run(self._adapters.list(tenant_id, timeout_s=timeout_s))

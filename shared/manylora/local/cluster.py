@@ -85,6 +85,7 @@ class ClusterOptions:
     quantization: str = "none"
     kv_cache_mb: int | None = None
     max_lora_rank: int | None = None
+    max_model_len: int | None = None
     tls: bool = False
     schedulers: int = 1
     sequence_slots: int | None = None
@@ -375,6 +376,7 @@ class LocalCluster:
             "adapter-cache": self._data / "adapter-cache" if options.adapter_store else None,
             "kv-cache-mb": kv_cache_mb,
             "max-lora-rank": options.max_lora_rank,
+            "max-model-len": options.max_model_len,
             "sequence-slots": options.sequence_slots,
             "device-adapter-mb": options.device_adapter_mb,
             "host-adapter-mb": options.host_adapter_mb,

@@ -39,12 +39,13 @@ async def check(
     name: str,
     samples: Path | None,
     judge: str,
+    rope: str,
     html: Path | None,
     as_json: bool,
 ) -> None:
     given = _read(samples) if samples is not None else b""
     async with target.client() as client:
-        checked = await client.adapters.check(tenant, source, name=name, samples=given, judge=judge)
+        checked = await client.adapters.check(tenant, source, name=name, samples=given, judge=judge, rope=rope)
     _show(checked.report, 0, html=html, as_json=as_json)
     if not checked.passed:
         raise typer.Exit(EXIT_FAILED)

@@ -187,7 +187,7 @@ class AddAdapterRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[AddAdapterHeader, _Mapping]] = ..., chunk: _Optional[_Union[FileChunk, _Mapping]] = ...) -> None: ...
 
 class AddAdapterHeader(_message.Message):
-    __slots__ = ("tenant_id", "name", "store_path", "chat_template", "added_tokens", "only_new", "source", "pool", "judge")
+    __slots__ = ("tenant_id", "name", "store_path", "chat_template", "added_tokens", "only_new", "source", "pool", "judge", "rope")
     class AddedTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -204,6 +204,7 @@ class AddAdapterHeader(_message.Message):
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     JUDGE_FIELD_NUMBER: _ClassVar[int]
+    ROPE_FIELD_NUMBER: _ClassVar[int]
     tenant_id: str
     name: str
     store_path: str
@@ -213,7 +214,8 @@ class AddAdapterHeader(_message.Message):
     source: str
     pool: str
     judge: str
-    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., store_path: _Optional[str] = ..., chat_template: _Optional[str] = ..., added_tokens: _Optional[_Mapping[str, int]] = ..., only_new: _Optional[bool] = ..., source: _Optional[str] = ..., pool: _Optional[str] = ..., judge: _Optional[str] = ...) -> None: ...
+    rope: str
+    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., store_path: _Optional[str] = ..., chat_template: _Optional[str] = ..., added_tokens: _Optional[_Mapping[str, int]] = ..., only_new: _Optional[bool] = ..., source: _Optional[str] = ..., pool: _Optional[str] = ..., judge: _Optional[str] = ..., rope: _Optional[str] = ...) -> None: ...
 
 class FileChunk(_message.Message):
     __slots__ = ("file_name", "data")
@@ -374,7 +376,7 @@ class VerifyAdaptersResponse(_message.Message):
     def __init__(self, adapter: _Optional[_Union[AdapterInfo, _Mapping]] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class AdapterInfo(_message.Message):
-    __slots__ = ("tenant_id", "name", "version", "max_lora_rank", "size_bytes", "target_modules", "created_unix_s", "number", "retired_unix_s", "state", "report", "pool")
+    __slots__ = ("tenant_id", "name", "version", "max_lora_rank", "size_bytes", "target_modules", "created_unix_s", "number", "retired_unix_s", "state", "report", "pool", "rope", "max_context_tokens")
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -387,6 +389,8 @@ class AdapterInfo(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
+    ROPE_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     tenant_id: str
     name: str
     version: str
@@ -399,7 +403,9 @@ class AdapterInfo(_message.Message):
     state: str
     report: str
     pool: str
-    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., max_lora_rank: _Optional[int] = ..., size_bytes: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., created_unix_s: _Optional[float] = ..., number: _Optional[int] = ..., retired_unix_s: _Optional[float] = ..., state: _Optional[str] = ..., report: _Optional[str] = ..., pool: _Optional[str] = ...) -> None: ...
+    rope: str
+    max_context_tokens: int
+    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., max_lora_rank: _Optional[int] = ..., size_bytes: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., created_unix_s: _Optional[float] = ..., number: _Optional[int] = ..., retired_unix_s: _Optional[float] = ..., state: _Optional[str] = ..., report: _Optional[str] = ..., pool: _Optional[str] = ..., rope: _Optional[str] = ..., max_context_tokens: _Optional[int] = ...) -> None: ...
 
 class RolloutAdapterRequest(_message.Message):
     __slots__ = ("tenant_id", "name", "to", "percent", "sticky", "auto")

@@ -187,20 +187,26 @@ class ValidateAdapterRequest(_message.Message):
     def __init__(self, path: _Optional[str] = ..., tenant_id: _Optional[str] = ..., adapter_uid: _Optional[str] = ...) -> None: ...
 
 class ValidateAdapterResponse(_message.Message):
-    __slots__ = ("problems", "max_lora_rank", "size_bytes", "target_modules", "coverage", "was_tried")
+    __slots__ = ("problems", "max_lora_rank", "size_bytes", "target_modules", "coverage", "was_tried", "rope", "max_context_tokens", "goes_alone")
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
     MAX_LORA_RANK_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     TARGET_MODULES_FIELD_NUMBER: _ClassVar[int]
     COVERAGE_FIELD_NUMBER: _ClassVar[int]
     WAS_TRIED_FIELD_NUMBER: _ClassVar[int]
+    ROPE_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GOES_ALONE_FIELD_NUMBER: _ClassVar[int]
     problems: _containers.RepeatedCompositeFieldContainer[AdapterProblem]
     max_lora_rank: int
     size_bytes: int
     target_modules: _containers.RepeatedScalarFieldContainer[str]
     coverage: AdapterCoverage
     was_tried: bool
-    def __init__(self, problems: _Optional[_Iterable[_Union[AdapterProblem, _Mapping]]] = ..., max_lora_rank: _Optional[int] = ..., size_bytes: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., coverage: _Optional[_Union[AdapterCoverage, _Mapping]] = ..., was_tried: _Optional[bool] = ...) -> None: ...
+    rope: str
+    max_context_tokens: int
+    goes_alone: bool
+    def __init__(self, problems: _Optional[_Iterable[_Union[AdapterProblem, _Mapping]]] = ..., max_lora_rank: _Optional[int] = ..., size_bytes: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., coverage: _Optional[_Union[AdapterCoverage, _Mapping]] = ..., was_tried: _Optional[bool] = ..., rope: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., goes_alone: _Optional[bool] = ...) -> None: ...
 
 class AdapterCoverage(_message.Message):
     __slots__ = ("modules", "layers", "tensors", "tensors_left_out", "left_out")

@@ -131,6 +131,7 @@ class WorkerRecord(_JsonRecord):
     quantization: str = ""
     started_unix_s: float = 0.0  # by its own clock; stays when it registers again
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # of the model, by their names in Sampling
+    longest_context_tokens: int = 0  # of adapters that stretch the model's; 0: none is longer than that
     is_leaving: bool = False  # it takes no request any more
     pool: str = DEFAULT_POOL
     protocol: int = 1  # of an earlier version's worker
@@ -225,6 +226,9 @@ class AdapterRecord(_JsonRecord):
     number: int = 1
     state: str = ""
     report: str = ""
+    rope: str = ""
+    max_context_tokens: int = 0
+    goes_alone: bool = False
     others: tuple[AdapterVersion, ...] = ()
     rollouts: tuple[Rollout, ...] = ()
     events: tuple[LineEvent, ...] = ()
@@ -248,6 +252,9 @@ class AdapterRecord(_JsonRecord):
             report=self.report,
             pool=self.pool,
             base_digest=self.base_digest,
+            rope=self.rope,
+            max_context_tokens=self.max_context_tokens,
+            goes_alone=self.goes_alone,
         )
         return Line(first, self.others, self.rollouts, self.events)
 
@@ -270,6 +277,9 @@ class AdapterRecord(_JsonRecord):
             report=version.report,
             pool=version.pool,
             base_digest=version.base_digest,
+            rope=version.rope,
+            max_context_tokens=version.max_context_tokens,
+            goes_alone=version.goes_alone,
         )
 
 

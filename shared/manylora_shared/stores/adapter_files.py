@@ -32,6 +32,7 @@ from typing import Any, Protocol
 from manylora_shared.encryption.sealing import NoKeys, OpeningKeys, Sealed, SealingKeys
 from manylora_shared.errors import FieldViolation, InvalidRequest
 from manylora_shared.ids import AdapterDigest, AdapterUid, TenantId, adapter_uid, digest_of, is_digest, is_uid, owner_of
+from manylora_shared.stores.adapter_rope import with_rope
 from manylora_shared.stores.adapter_tokenizer import BroughtTokenizer, brought_by
 from manylora_shared.stores.stored_files import FolderSealer, StoredFile, stored_file
 from manylora_shared.telemetry.logs import fields
@@ -251,6 +252,9 @@ class AdapterFiles(Protocol):
     async def is_sealed(self, uid: AdapterUid) -> bool:
         """uid: of a tenant's adapter, with its owner."""
 
+    async def put_rope(self, incoming: str, rope: str) -> None:
+        """Into the configuration. Raises InvalidRequest where there is none."""
+
     async def finish(self, incoming: str) -> AdapterDigest:
         """Ends the writing. Raises InvalidRequest where a file is missing or the configuration is not JSON."""
 
@@ -304,6 +308,9 @@ class LocalAdapterFiles:
 
     async def is_sealed(self, uid: AdapterUid) -> bool:
         return await asyncio.to_thread(self.place_of, uid) == sealed_path(uid)
+
+    async def put_rope(self, incoming: str, rope: str) -> None:
+        await asyncio.to_thread(self._put_rope, incoming, rope)
 
     async def finish(self, incoming: str) -> AdapterDigest:
         return await asyncio.to_thread(self._finish, incoming)
@@ -413,6 +420,15 @@ class LocalAdapterFiles:
                 if size_bytes > limit_bytes:
                     raise InvalidRequest.of(source.name, f"has more than {limit_bytes} bytes")
                 write(block)
+
+    def _put_rope(self, incoming: str, rope: str) -> None:
+        path, sealing = self._incoming(incoming) / CONFIG_NAME, self._sealing.get(incoming)
+        if sealing is not None and CONFIG_NAME in sealing.files:
+            sealing.files.pop(CONFIG_NAME).end()
+        with self.open(path, CONFIG_NAME) as file:
+            config = with_rope(parse_config(file.read(MAX_CONFIG_BYTES + 1)), rope)
+        path.unlink()
+        self._append(incoming, CONFIG_NAME, config)
 
     def _finish(self, incoming: str) -> AdapterDigest:
         folder, sealing = self._incoming(incoming), self._sealing.get(incoming)

@@ -1,4 +1,6 @@
-"""What an adapter's folder brings of a tokenizer, as trainers save it, against the base model's, which alone counts."""
+"""What an adapter's folder brings beside its own files, as trainers save it: a tokenizer, against the base model's,
+which alone counts, and a rotation of positions (adapter_rope.py).
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from manylora_shared.errors import FieldViolation, InvalidRequest, shown
+from manylora_shared.stores.adapter_rope import rope_beside
 
 TEMPLATE_NAME = "chat_template.jinja"
-FILE_NAMES = (TEMPLATE_NAME, "tokenizer_config.json", "tokenizer.json", "added_tokens.json")
+_MODEL_CONFIG = "config.json"
+FILE_NAMES = (TEMPLATE_NAME, "tokenizer_config.json", "tokenizer.json", "added_tokens.json", _MODEL_CONFIG)
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_TOKENS = 16_384
 MAX_FILE_BYTES = 64 << 20
@@ -22,6 +26,7 @@ _MAX_TOLD = 3
 class BroughtTokenizer:
     chat_template: str = ""  # empty: none
     added_tokens: Mapping[str, int] = field(default_factory=dict)  # ids by content
+    rope: str = ""  # JSON; empty: none
 
 
 def brought_by(folder: Path, *, follows_links: bool) -> BroughtTokenizer:
@@ -43,7 +48,7 @@ def brought_by(folder: Path, *, follows_links: bool) -> BroughtTokenizer:
         raise InvalidRequest.of(
             "added_tokens", f"the adapter's folder adds {len(added)} tokens, more than {MAX_TOKENS}"
         )
-    return BroughtTokenizer(template, added)
+    return BroughtTokenizer(template, added, rope_beside(_object_of(folder / _MODEL_CONFIG)))
 
 
 def differences(brought: BroughtTokenizer, chat_template: str, ids: Mapping[str, int]) -> list[FieldViolation]:

@@ -72,6 +72,9 @@ class BucketAdapterFiles:
     async def is_sealed(self, uid: AdapterUid) -> bool:
         return await asyncio.to_thread(place_of, self._bucket, uid) == sealed_path(uid)
 
+    async def put_rope(self, incoming: str, rope: str) -> None:
+        await self._local.put_rope(incoming, rope)
+
     async def finish(self, incoming: str) -> AdapterDigest:
         digest = await self._local.finish(incoming)
         for name in FILE_NAMES:

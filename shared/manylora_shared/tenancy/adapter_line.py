@@ -56,6 +56,9 @@ class AdapterVersion:
     report: str = ""  # its validation report's digest; empty: there is none
     pool: str = DEFAULT_POOL  # for whose base model it was made
     base_digest: str = ""  # of that model; empty: an earlier version of manylora took it in
+    rope: str = ""  # its rotation of positions, where that is not the base model's; equal for equal ones
+    max_context_tokens: int = 0  # 0: the base model's
+    goes_alone: bool = False  # in a request, with weight 1: it scales or shifts what layers give
 
     @property
     def is_served(self) -> bool:

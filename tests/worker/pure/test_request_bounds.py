@@ -53,3 +53,14 @@ def test_a_tenants_cap_refuses_what_the_model_could_run() -> None:
     bounds(shares=shares).check_model(asked)
     with pytest.raises(QuotaExceeded):
         bounds(shares=shares).check(asked)
+
+
+def test_only_a_request_with_an_adapter_may_pass_the_models_context() -> None:
+    """Which one stretches it, and how far, its router knows."""
+    stretched = RequestBounds(100, 4, 50, 4, TenantShares(50), longest_context_tokens=150)
+    with pytest.raises(InvalidRequest, match="no room in the model's context of 100"):
+        stretched.check(request_of(prompt=100))
+    stretched.check(request_of(prompt=149, adapter="a"))
+    assert stretched.max_output_tokens(request_of(prompt=140, max_tokens=50, adapter="a")) == 10
+    with pytest.raises(InvalidRequest, match="no room in the model's context of 150"):
+        stretched.check(request_of(prompt=150, adapter="a"))

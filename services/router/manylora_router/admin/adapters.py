@@ -27,6 +27,7 @@ from manylora_shared.errors import (
 from manylora_shared.ids import AdapterDigest, AdapterName, TenantId, name_problem
 from manylora_shared.process.clock import WallClock
 from manylora_shared.stores.adapter_files import FILE_NAMES, AdapterFiles
+from manylora_shared.stores.adapter_rope import rope_text
 from manylora_shared.stores.adapter_tokenizer import BroughtTokenizer
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.adapter_gate import Judge
@@ -132,6 +133,11 @@ class AdapterIntake:
         ]
         if header.judge and header.judge not in tuple(Judge):
             wrong.append(FieldViolation("header.judge", f"must be one of {', '.join(Judge)}"))
+        if header.rope:
+            try:
+                header.rope = rope_text(header.rope)
+            except InvalidRequest as e:
+                wrong += [FieldViolation("header.rope", each.description) for each in e.violations]
         if wrong:
             raise InvalidRequest.of_all(wrong)
         return header
@@ -162,16 +168,19 @@ class AdapterIntake:
         try:
             if header.store_path:
                 await self._receive(requests, None, samples)
-                await _check(text, await self._files.import_from(incoming, header.store_path))
+                brought = await self._files.import_from(incoming, header.store_path)
             elif header.source:
                 await self._receive(requests, None, samples)
                 brought = await self._sources.bring(
                     header.source, header.tenant_id, is_operator=is_operator, files=self._files, incoming=incoming
                 )
-                await _check(text, brought)
             else:
-                await _check(text, BroughtTokenizer(header.chat_template, header.added_tokens))
+                brought = BroughtTokenizer(header.chat_template, header.added_tokens)
+            await _check(text, brought)
+            if not (header.store_path or header.source):
                 await self._receive(requests, incoming, samples)
+            if rope := header.rope or brought.rope:
+                await self._files.put_rope(incoming, rope)
             digest = await self._files.finish(incoming)
             record, coverage = await self._validate(header, incoming, digest, pool)
             await self._files.commit(incoming, digest)
@@ -248,6 +257,9 @@ class AdapterIntake:
             created_unix_s=self._clock.now_unix_s(),
             pool=pool,
             base_digest=model.digest if model is not None else "",
+            rope=answer.rope,
+            max_context_tokens=answer.max_context_tokens,
+            goes_alone=answer.goes_alone,
         )
         return record, answer.coverage
 

@@ -6,6 +6,7 @@ Owns nothing between calls: reports and samples stand in the adapter store, unde
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import AsyncIterator, Sequence
 
@@ -172,6 +173,8 @@ class AdapterValidation:
             "size_bytes": record.size_bytes,
             "target_modules": list(record.target_modules),
         }
+        if record.rope:
+            adapter |= {"rope": json.loads(record.rope), "max_context_tokens": record.max_context_tokens}
         report = report.passed("compatibility").with_part("adapter", adapter)
         report = report.passed("coverage", _covered(coverage)).passed("trial")
         report = report.with_part("modules", [{"path": m.path, "rank": m.rank} for m in coverage.modules])

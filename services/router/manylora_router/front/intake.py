@@ -171,8 +171,8 @@ class Intake:
     def _reader_of(self, request: RequestInput) -> tuple[str, str, ModelLimits]:
         """The tenant of a prompt that may be read, and the pool whose model reads it."""
         tenant = self.tenant_of(request)
-        _, _, pool = self._place(tenant, request, "")
-        limits = self._model(pool).limits
+        _, adapter, pool = self._place(tenant, request, "")
+        limits = self._model(pool).limits.with_adapter(adapter)
         if violations := admission.check(request, limits):
             raise InvalidRequest.of_all(violations)
         return tenant, pool, limits
@@ -212,12 +212,13 @@ class Intake:
             call.span.set(Attribute.ADAPTER_VERSION, adapter.digest)
             call.span.set(Attribute.ADAPTER_NUMBER, adapter.version)
         model, text = self._model(pool), await self._texts.of(pool)
-        violations = admission.check(request, model.limits)
+        limits = model.limits.with_adapter(adapter)
+        violations = admission.check(request, limits)
         prompt_token_ids: Sequence[int] | None = None
         if admission.prompt_is_readable(request.prompt, violations):
             prompt_token_ids = await self._tokenize(text, request.prompt, (tenant, request.qos_class))
         admitted = admission.admit(
-            request, prompt_token_ids, violations, policy, model.limits, default_max_tokens=self._default_max_tokens
+            request, prompt_token_ids, violations, policy, limits, default_max_tokens=self._default_max_tokens
         )
         if request.stop and not text.has_text:
             raise Unready("stop: this router has no tokenizer; send stop_token_ids")

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from manylora_shared.adapter_reference import AdapterPart, ReferenceProblem, format_reference, parse_reference
 from manylora_shared.composition import RANKS_AT_ONCE, Part, content_of, key_of
@@ -157,6 +157,20 @@ class ModelLimits:
     max_context_tokens: int
     max_lora_rank: int
     max_sequences: int  # slots of the largest worker: a request's choices all run on one worker
+    longest_context_tokens: int = 0  # of adapters that stretch the model's; 0: none does
+
+    @property
+    def longest(self) -> int:
+        """Of any request's context."""
+        return max(self.max_context_tokens, self.longest_context_tokens)
+
+    def with_adapter(self, adapter: Adapter | None) -> Self:
+        """Of a request with it."""
+        return self if adapter is None else self.stretched(adapter.max_context_tokens)
+
+    def stretched(self, context_tokens: int) -> Self:
+        """By an adapter's own context; 0: it has none."""
+        return replace(self, max_context_tokens=min(context_tokens, self.longest)) if context_tokens else self
 
 
 @dataclass(frozen=True)
@@ -171,6 +185,7 @@ class Adapter:
     pool: str = DEFAULT_POOL
     base_digest: str = ""  # of its base model, where that is known
     rank: int = 0  # of several the sum; 0: not known
+    max_context_tokens: int = 0  # 0: the model's
 
     @property
     def digest(self) -> AdapterDigest:
@@ -268,11 +283,13 @@ def admit_caller(
     parts = tuple(replace(part, version=each.number) for each, part in zip(found, asked, strict=True))
     name = adapter if composed else format_reference(tuple(replace(part, version=None) for part in asked))
     # An answer of several says nothing of one of them.
+    context_tokens = found[0].max_context_tokens
     rollout = lines[0].rollout if len(lines) == 1 and asked[0].version is None and asked[0].weight == 1.0 else None
     if rollout is None:
-        return policy, Adapter(name, key, parts, "", False, pool, found[0].base_digest, rank)
+        return policy, Adapter(name, key, parts, "", False, pool, found[0].base_digest, rank, context_tokens)
     is_canary = found[0].number == rollout.to
-    return policy, Adapter(name, key, parts, rollout.trial, is_canary, pool, found[0].base_digest, rank)
+    digest = found[0].base_digest
+    return policy, Adapter(name, key, parts, rollout.trial, is_canary, pool, digest, rank, context_tokens)
 
 
 def _check_together(parts: Sequence[AdapterPart], found: Sequence[AdapterVersion], max_lora_rank: int) -> None:
@@ -285,6 +302,13 @@ def _check_together(parts: Sequence[AdapterPart], found: Sequence[AdapterVersion
         if version.pool != found[0].pool:
             message = f"{parts[0].name!r} is of pool {found[0].pool} and {part.name!r} of {version.pool}"
             raise InvalidRequest.of(ADAPTER_KEY, message)
+    for part, version in zip(parts, found, strict=True):
+        if version.goes_alone and (len(parts) > 1 or part.weight != 1.0):
+            message = f"{part.name!r} scales or shifts what layers give (DoRA, biases): it goes with no other or weight"
+            raise InvalidRequest.of(ADAPTER_KEY, message)
+    if other := next((i for i, version in enumerate(found) if version.rope != found[0].rope), 0):
+        message = f"{parts[0].name!r} and {parts[other].name!r} rotate positions differently: they go not together"
+        raise InvalidRequest.of(ADAPTER_KEY, message)
     ranks = [_whole_rank(version.max_lora_rank) for version in found]
     if len(ranks) > 1 and sum(ranks) > _whole_rank(max_lora_rank):
         each = " + ".join(f"{part.name} {rank}" for part, rank in zip(parts, ranks, strict=True))

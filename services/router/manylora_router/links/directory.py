@@ -261,6 +261,7 @@ class Directory:
             limits = ModelLimits(
                 vocab_size=min(w.vocab_size for w in workers),
                 max_context_tokens=min(w.max_context_tokens for w in workers),
+                longest_context_tokens=min(w.longest_context_tokens or w.max_context_tokens for w in workers),
                 max_lora_rank=min(w.max_lora_rank for w in workers),
                 max_sequences=max(w.sequence_slots for w in workers),
             )

@@ -110,6 +110,8 @@ def adapter_info(record: AdapterRecord) -> admin_pb2.AdapterInfo:
         state=record.state,
         report=record.report,
         pool=record.pool,
+        rope=record.rope,
+        max_context_tokens=record.max_context_tokens,
     )
 
 

@@ -237,7 +237,8 @@ class Term:
             self._end_line(worker_id)
             self.post(WorkerLeft(worker_id))
         if record is not None and worker_id not in self._workers:
-            self.post(WorkerJoined(worker_id, record.address, record.device, record.max_context_tokens, record.pool))
+            longest = max(record.max_context_tokens, record.longest_context_tokens)
+            self.post(WorkerJoined(worker_id, record.address, record.device, longest, record.pool))
             self._workers[worker_id] = WorkerLine(
                 worker_id,
                 record.address,

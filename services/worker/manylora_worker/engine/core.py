@@ -60,6 +60,7 @@ class EngineLimits:
     adapters: AdapterCacheLimits
     max_requests: int  # in the engine, waiting ones included
     guesses: bool = False  # adapters are loaded to the host that a tenant is likely to ask for next
+    longest_context_tokens: int = 0  # of a request with an adapter, where that is more than the runner's
     # bytes of the device's arena that adapters may have at least and at most; None: they have what they have at first
     arena_bytes: tuple[int, int] | None = None
 
@@ -101,6 +102,7 @@ class EngineCore:
             least_kv,
             runner.block_size,
             self._shares,
+            longest_context_tokens=limits.longest_context_tokens,
         )
         self._swapper = Swapper(runner.host_kv if isinstance(runner, SwapRunner) else None, self._pool, self._shares)
         self._step_time = StepTime(limits.planner.target_step_s)

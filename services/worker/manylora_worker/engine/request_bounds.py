@@ -11,9 +11,18 @@ from manylora_worker.memory.tenant_shares import TenantShares
 
 class RequestBounds:
     def __init__(
-        self, max_context_tokens: int, sequence_slots: int, num_blocks: int, block_size: int, shares: TenantShares
+        self,
+        max_context_tokens: int,
+        sequence_slots: int,
+        num_blocks: int,
+        block_size: int,
+        shares: TenantShares,
+        *,
+        longest_context_tokens: int = 0,
     ) -> None:
+        """longest_context_tokens: with an adapter, which may stretch the model's; by how much its router knows."""
         self._max_context_tokens = max_context_tokens
+        self._longest_context_tokens = max(max_context_tokens, longest_context_tokens)
         self._sequence_slots = sequence_slots
         self._num_blocks = num_blocks
         self._block_size = block_size
@@ -36,10 +45,11 @@ class RequestBounds:
         assert num_prompt > 0
         assert len(request.emitted) in (0, request.n)
         assert not request.emitted or request.sampling.prompt_logprobs is None
-        if num_start >= self._max_context_tokens:
+        context_tokens = self._context_tokens(request)
+        if num_start >= context_tokens:
             raise InvalidRequest.of(
                 "prompt_token_ids",
-                f"{num_start} tokens leave no room in the model's context of {self._max_context_tokens}",
+                f"{num_start} tokens leave no room in the model's context of {context_tokens}",
             )
         if longest_emitted >= request.max_tokens:
             raise InvalidRequest.of("max_tokens", "must be greater than the number of emitted tokens of a choice")
@@ -55,7 +65,10 @@ class RequestBounds:
 
     def max_output_tokens(self, request: EngineRequest) -> int:
         """Of one choice."""
-        return min(request.max_tokens, self._max_context_tokens - len(request.prompt_token_ids))
+        return min(request.max_tokens, self._context_tokens(request) - len(request.prompt_token_ids))
+
+    def _context_tokens(self, request: EngineRequest) -> int:
+        return self._max_context_tokens if request.adapter_uid is None else self._longest_context_tokens
 
     def longest_blocks(self, request: EngineRequest) -> int:
         """Of one choice."""
@@ -63,7 +76,7 @@ class RequestBounds:
 
     def _longest_tokens(self, request: EngineRequest) -> int:
         """In KV, where a choice's last token never is."""
-        return min(len(request.prompt_token_ids) + request.max_tokens, self._max_context_tokens) - 1
+        return min(len(request.prompt_token_ids) + request.max_tokens, self._context_tokens(request)) - 1
 
 
 def can_speculate(group: SequenceGroup) -> bool:

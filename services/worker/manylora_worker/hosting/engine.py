@@ -28,10 +28,14 @@ def host(config: C, build: EngineBuilder[C]) -> tuple[ThreadRuntime, EngineParts
     """Raises ValueError, as the builder."""
     mailbox = Mailbox()
     parts = build(config, mailbox.wake)
-    limits = engine_limits(config)
+    limits = dataclasses.replace(engine_limits(config), longest_context_tokens=parts.model.longest)
     arena = limits.arena_of(parts.runner)
     capacity_tokens = (parts.runner.num_blocks if arena is None else arena.least_kv) * parts.runner.block_size
-    model = dataclasses.replace(parts.model, max_context_tokens=min(parts.model.max_context_tokens, capacity_tokens))
+    model = dataclasses.replace(
+        parts.model,
+        max_context_tokens=min(parts.model.max_context_tokens, capacity_tokens),
+        longest_context_tokens=min(parts.model.longest_context_tokens, capacity_tokens),
+    )
     prefix = prefix_options(config, model, secrets.token_bytes(SECRET_BYTES))
     core = EngineCore(parts.runner, parts.backend, limits, prefix, clears_freed=config.debug_fill_freed)
     return ThreadRuntime(core, parts.backend, model, mailbox, max_requests=limits.max_requests), parts

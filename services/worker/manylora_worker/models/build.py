@@ -46,7 +46,7 @@ from manylora_worker.weights.adapter_check import AdapterReport, ThreadValidator
 from manylora_worker.weights.backend import TorchAdapterBackend
 from manylora_worker.weights.coverage import coverage_of
 from manylora_worker.weights.host_memory import HostMemory
-from manylora_worker.weights.layout import Layout, elements_of
+from manylora_worker.weights.layout import Extras, Layout, elements_with
 from manylora_worker.weights.reader import AdapterReader, LocalReader
 from manylora_worker.weights.reader_pool import ReaderProcesses
 from manylora_worker.weights.source import AdapterBase, AdapterLimits
@@ -125,13 +125,14 @@ def build_rank(config: WorkerConfig, group: RankGroup | None, notify: Callable[[
         quantization=config.quantization,
         threads=config.compute_threads,
         group=group,
+        max_model_len=config.max_model_len,
     )
     check_against_eager(loaded, _planner(loaded))
     weights = trusted_weights(loaded)
     is_gpu = loaded.device.type == "cuda"
     device_runner = _device_runner(loaded, weights, config) if is_gpu and weights is not None else None
     runner = device_runner or _reference_runner(loaded, weights, config)
-    base = loaded.adapter_base(config.model_aliases)
+    base = loaded.adapter_base(config.model_aliases, is_read=weights is not None)
     keyring = _keyring(config)
     keys = opening_keys(keyring)
     reader = _reader(base, config, keys, is_gpu=is_gpu)
@@ -156,10 +157,11 @@ def build_rank(config: WorkerConfig, group: RankGroup | None, notify: Callable[[
         kv_block_bytes=spec.kv.token_bytes(loaded.dtype) * config.block_size,
         dtype=config.compute_dtype,
         sampling_defaults=sampling_defaults(model_folder(config.model)),
+        longest_context_tokens=spec.longest_context_tokens if weights is not None else 0,
     )
     validator = ThreadValidator(
         store,
-        lambda folder: _report(folder, reader.check(folder), base, keys),
+        lambda folder: _report(folder, *reader.check(folder), base, keys),
         backend.lends,
         lambda folder, uid: _largest_update(reader, base, folder, uid),
     )
@@ -274,13 +276,16 @@ def _warm_up(runner: DeviceModelRunner, device: torch.device) -> None:
     )  # fmt: skip
 
 
-def _report(folder: Path, layout: Layout, base: AdapterBase, keys: OpeningKeys) -> AdapterReport:
-    coverage = coverage_of(folder, layout, base, keys)
+def _report(folder: Path, layout: Layout, extras: Extras, base: AdapterBase, keys: OpeningKeys) -> AdapterReport:
+    coverage = coverage_of(folder, layout, base, extras, keys)
     return AdapterReport(
         max_lora_rank=max(module.rank for module in coverage.modules),
-        size_bytes=elements_of(layout) * base.dtype.itemsize,
+        size_bytes=elements_with(layout, extras) * base.dtype.itemsize,
         target_modules=tuple(sorted({module.path.rpartition(".")[2] for module in coverage.modules})),
         coverage=coverage,
+        rope="" if extras.rope is None else extras.rope.text,
+        max_context_tokens=0 if extras.rope is None else extras.rope.max_context_tokens,
+        goes_alone=bool(extras.vectors),
     )
 
 

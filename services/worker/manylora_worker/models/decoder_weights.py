@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from manylora_shared.stores.adapter_rope import RopeScaling
 from torch import Tensor, nn
 
 from manylora_worker.models.layers.lora_linear import FusedMember, LoraLinear
@@ -18,6 +20,7 @@ from manylora_worker.models.layers.packed_linear import PackedLinear
 from manylora_worker.models.loader import LoadedModel
 from manylora_worker.models.ranks.cuts import SharedHead
 from manylora_worker.models.ranks.group import RankGroup
+from manylora_worker.models.rope import scaled_frequencies
 from manylora_worker.weights.sites import Site
 
 if TYPE_CHECKING:
@@ -87,6 +90,7 @@ class DecoderWeights:
     final_norm: Tensor
     head: nn.Linear | PackedLinear | SharedHead  # without a bias
     ropes: Sequence[tuple[Tensor, Tensor]]  # cos and sin, float32 [positions, rotated / 2]
+    scaled: Callable[[RopeScaling], tuple[Tensor, float]]  # see rope.scaled_frequencies; in place of the one of `ropes`
     hidden_size: int
     eps: float
     norm_weight_plus_one: bool
@@ -122,6 +126,7 @@ def read_decoder(loaded: LoadedModel) -> DecoderWeights | None:
         final_norm=norm,
         head=head,
         ropes=ropes,
+        scaled=partial(scaled_frequencies, config, device=loaded.device),
         hidden_size=config.hidden_size,
         eps=config.rms_norm_eps,
         norm_weight_plus_one=_adds_one(body.norm),
@@ -254,18 +259,25 @@ def _adds_one(norm: nn.Module) -> bool:
 def _rope_tables(
     loaded: LoadedModel, rotary: nn.Module, config: Any
 ) -> tuple[list[tuple[Tensor, Tensor]], Callable[[int], int]]:
-    """One table for all layers or one a layer type, and the index of each layer's."""
+    """One table for all layers or one a layer type, and the index of each layer's. A context may be longer than the
+    model's with an adapter alone, whose own rotation stands in the last angle's place.
+    """
     positions = torch.arange(loaded.spec.max_context_tokens, device=loaded.device)[None]
     like = torch.empty(1, dtype=torch.float32, device=loaded.device)
+    missing = loaded.spec.longest - loaded.spec.max_context_tokens
     types = getattr(rotary, "layer_types", None)
 
     def table(*layer_type: str) -> tuple[Tensor, Tensor]:
         with torch.inference_mode():
             cos, sin = rotary(like, positions, *layer_type)
         half = cos.shape[-1] // 2
-        return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+        return _lengthened(cos[0, :, :half], missing), _lengthened(sin[0, :, :half], missing)
 
     if types is None:
         return [table()], lambda layer: 0
     names = list(types)
     return [table(name) for name in names], lambda layer: names.index(config.layer_types[layer])
+
+
+def _lengthened(table: Tensor, rows: int) -> Tensor:
+    return torch.cat((table, table[-1:].expand(rows, -1))).contiguous()

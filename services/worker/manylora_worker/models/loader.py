@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from manylora_worker.models.layers.lora_linear import FusedMember, FusedProjecti
 from manylora_worker.models.layers.packed_linear import WORTH_PACKING, PackedLinear, can_pack
 from manylora_worker.models.ranks.cuts import cut_head, cut_linears, is_summed
 from manylora_worker.models.ranks.group import RankGroup
+from manylora_worker.models.rope import base_rope
 from manylora_worker.weights.sites import Site, Slot
 from manylora_worker.weights.source import AdapterBase
 
@@ -71,6 +72,11 @@ class ModelSpec:
     head_modules: frozenset[str] = field(repr=False)
     other_modules: frozenset[str] = field(repr=False)
     left_out: tuple[str, ...] = ()
+    longest_context_tokens: int = 0  # with an adapter that rotates positions in its own way; 0: no longer
+
+    @property
+    def longest(self) -> int:
+        return max(self.max_context_tokens, self.longest_context_tokens)
 
 
 @dataclass(frozen=True)
@@ -96,18 +102,46 @@ class LoadedModel:
     attention_traits: Sequence[AttentionTraits]  # by layer
     group: RankGroup | None = None  # of ranks that share the model: sites, heads and kv are this one's
 
-    def adapter_base(self, aliases: Sequence[str] = ()) -> AdapterBase:
-        """aliases: further names that adapters may give the model."""
+    def adapter_base(self, aliases: Sequence[str] = (), *, is_read: bool = True) -> AdapterBase:
+        """aliases: further names that adapters may give the model. is_read: whether a decoder of our own runs it."""
         spec = self.spec
+        head = self._head_site if is_read and not self._vectors_problem else None
+        more = {} if head is None else {head.slots[0].path: (head.in_features, head.slots[0].stop)}
         return AdapterBase(
             names=(spec.name, spec.source_name, *aliases),
-            modules=spec.modules,
-            head_modules=spec.head_modules,
+            modules={**spec.modules, **more},
+            head_modules=spec.head_modules - more.keys(),
+            head=next(iter(more), ""),
             other_modules=spec.other_modules,
             left_out=spec.left_out,
-            sites=tuple(self.sites),
+            sites=(*self.sites, *([] if head is None else [head])),
             dtype=self.dtype,
+            biased=frozenset(self._biased()),
+            vectors_problem=self._vectors_problem,
+            rope=base_rope(self.model.config.get_text_config(), spec.longest, is_read=is_read),
         )
+
+    @property
+    def _head_site(self) -> Site | None:
+        """Behind the layers' sites, for a decoder that adds its LoRA to the rows whose logits are wanted."""
+        path, head = next(
+            ((path, each) for path, each in self.model.named_modules() if each is self.model.get_output_embeddings()),
+            ("", None),
+        )
+        if head is None or not hasattr(head, "out_features"):
+            return None
+        return Site(len(self.sites), head.in_features, (Slot(path, 0, head.out_features),))
+
+    def _biased(self) -> Iterator[str]:
+        for module in self.model.modules():
+            if isinstance(module, LoraLinear) and getattr(module.base, "bias", None) is not None:
+                yield from (slot.path for slot in module.site.slots)
+
+    @property
+    def _vectors_problem(self) -> str:
+        if self.group is not None:
+            return "is not served with --tensor-parallel"
+        return "is served on the CPU alone" if self.device.type == "cuda" else ""
 
 
 def load_model(
@@ -119,6 +153,7 @@ def load_model(
     quantization: Quantization = "none",
     threads: int = 1,
     group: RankGroup | None = None,
+    max_model_len: int = 0,
 ) -> LoadedModel:
     """
     Args:
@@ -127,6 +162,7 @@ def load_model(
         dtype: of weights and computation (with nf4: of computation).
         quantization: "nf4" keeps linear weights in 4 bits (double quantization).
         group: a rank of it loads its share of the model.
+        max_model_len: see prepare_model.
 
     Raises:
         ModelRefused: the model cannot be served, or its files are not there.
@@ -159,6 +195,7 @@ def load_model(
         left_out=left_out,
         modules=modules,
         group=group,
+        max_model_len=max_model_len,
     )
 
 
@@ -173,8 +210,12 @@ def prepare_model(
     left_out: tuple[str, ...] = (),
     modules: Mapping[str, tuple[int, int]] | None = None,
     group: RankGroup | None = None,
+    max_model_len: int = 0,
 ) -> LoadedModel:
-    """model: instantiated with ATTENTION; with a group, cut. modules: before it was. Raises ModelRefused."""
+    """model: instantiated with ATTENTION; with a group, cut. modules: before it was. Raises ModelRefused.
+
+    max_model_len: the longest context, of adapters with a rotation of their own, too; 0: the model's.
+    """
     dtype, device = model.dtype, torch.device(model.device)
     modules = modules or linear_modules(model)
     head_modules = _head_modules(model)
@@ -191,13 +232,15 @@ def prepare_model(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what layers were made of: ranks' first sum takes memory beside torch's allocator
     probe = _probe(model)
+    context_tokens = max_context_tokens(model.config.get_text_config())
     spec = ModelSpec(
         name=name,
         source_name=source_name or name,
         digest=digest,
         model_type=model.config.model_type,
         vocab_size=probe.vocab_size,
-        max_context_tokens=max_context_tokens(model.config.get_text_config()),
+        max_context_tokens=min(context_tokens, max_model_len or context_tokens),
+        longest_context_tokens=max_model_len,
         eos_token_ids=_eos_token_ids(model, probe.vocab_size),
         kv=probe.kv,
         modules={p: shape for p, shape in modules.items() if p not in head_modules},

@@ -9,6 +9,7 @@ import argparse
 import logging
 import shutil
 import sys
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 from manylora_shared.errors import InvalidRequest
 from manylora_shared.process.config import set_default
 from manylora_shared.stores.adapter_files import CONFIG_NAME, WEIGHTS_NAME, parse_config
+from manylora_shared.stores.adapter_rope import ROPE_KEY
 from manylora_shared.stores.model_files import ModelNotFound, model_folder
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -24,12 +26,14 @@ from transformers.pytorch_utils import Conv1D
 
 from manylora_worker.models.checkpoint import ModelRefused, check_weight_files, checked_config, said, without_adapter
 from manylora_worker.models.digest import model_digest
+from manylora_worker.models.rope import base_rope, stretch
+from manylora_worker.weights.layout import VectorKind
 from manylora_worker.weights.peft_config import ModuleMatcher, PatternTimeout, Problems, parse_settings
-from manylora_worker.weights.source import KEY_PREFIX
+from manylora_worker.weights.source import parse_key
 
 _MAX_RANK = 1 << 20
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".py"})
-_MATRICES = (".lora_A.weight", ".lora_B.weight")
+_MAX_CONTEXT = 1 << 24
 
 
 def merge(model: str, adapter: Path, output: Path, *, digest: str = "") -> int:
@@ -53,7 +57,9 @@ def merge(model: str, adapter: Path, output: Path, *, digest: str = "") -> int:
             )
     except Exception as error:  # whatever transformers raises is about this folder
         raise ModelRefused(f"{folder}: {said(error)}") from error
-    changed = _add(base, parse_config((adapter / CONFIG_NAME).read_bytes()), load_file(adapter / WEIGHTS_NAME))
+    adapter_config = parse_config((adapter / CONFIG_NAME).read_bytes())
+    changed = _add(base, adapter_config, load_file(adapter / WEIGHTS_NAME))
+    _rotate(base, adapter_config)
     unfinished = output.with_name(f".{output.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
@@ -75,32 +81,64 @@ def _add(model: PreTrainedModel, config: Mapping[str, object], tensors: Mapping[
     if settings is None or problems.violations:
         raise InvalidRequest.of_all(problems.violations)
     matcher, modules = ModuleMatcher(settings), dict(model.named_modules())
-    paths = sorted({_path_of(name) for name in tensors})
-    for path in paths:
+    parts: dict[str, dict[str | VectorKind, Tensor]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        path, part = parse_key(name)
+        if part is None:
+            raise InvalidRequest.of(name, "is not a matrix or vector of LoRA, and cannot be merged")
+        parts[path][part] = tensor
+    for path, own in sorted(parts.items()):
         module = modules.get(path)
-        if not isinstance(module, nn.Linear | Conv1D) or module is model.get_output_embeddings():
+        if not isinstance(module, nn.Linear | Conv1D):
             raise InvalidRequest.of(path, "is no linear layer of this base model")
+        if module is model.get_output_embeddings() and module.weight is model.get_input_embeddings().weight:
+            raise InvalidRequest.of(path, "shares its weight with the embeddings, which the adapter does not change")
         try:
             rank, scale = matcher.rank_and_scale(path)
         except PatternTimeout:
             raise InvalidRequest.of("rank_pattern", "its patterns take too long to match") from None
-        a, b = (tensors.get(f"{KEY_PREFIX}{path}{suffix}") for suffix in _MATRICES)
-        if a is None or b is None:
+        _merge_biases(path, module, own, scale)
+        a, b = own.get("A"), own.get("B")
+        if (a is None) is not (b is None):
             raise InvalidRequest.of(path, "has one of its matrices A and B alone")
+        if a is None or b is None:
+            continue
         weight = module.weight.data
         shape = weight.shape if isinstance(module, nn.Linear) else weight.shape[::-1]  # Conv1D's is [in, out]
         if (b.shape[0], a.shape[1]) != tuple(shape) or not a.shape[0] == b.shape[1] == rank:
             raise InvalidRequest.of(path, f"has matrices {list(a.shape)} and {list(b.shape)}, which do not fit")
-        update = scale * (b.float() @ a.float())
-        weight.copy_(weight.float() + (update if isinstance(module, nn.Linear) else update.T))
-    return len(paths)
+        merged = (weight if isinstance(module, nn.Linear) else weight.T).float() + scale * (b.float() @ a.float())
+        magnitude = own.get(VectorKind.MAGNITUDE)
+        if magnitude is not None:
+            if magnitude.shape != shape[:1]:
+                raise InvalidRequest.of(path, f"has magnitudes {list(magnitude.shape)}, which do not fit")
+            merged *= (magnitude.float() / merged.norm(dim=1))[:, None]
+        weight.copy_(merged if isinstance(module, nn.Linear) else merged.T)
+    return len(parts)
 
 
-def _path_of(name: str) -> str:
-    for suffix in _MATRICES:
-        if name.startswith(KEY_PREFIX) and name.endswith(suffix):
-            return name[len(KEY_PREFIX) : -len(suffix)]
-    raise InvalidRequest.of(name, "is not a LoRA A or B matrix, and cannot be merged")
+def _merge_biases(path: str, module: nn.Linear | Conv1D, own: Mapping[str | VectorKind, Tensor], scale: float) -> None:
+    for kind in (VectorKind.BIAS, VectorKind.LOW_RANK_BIAS):
+        vector = own.get(kind)
+        if vector is None:
+            continue
+        if module.bias is None:
+            raise InvalidRequest.of(path, "has a bias, and the base model's layer has none to merge it into")
+        if vector.shape != module.bias.shape:
+            raise InvalidRequest.of(path, f"has a bias {list(vector.shape)}, which does not fit")
+        data = module.bias.data
+        data.copy_(vector if kind is VectorKind.BIAS else data.float() + scale * vector.float())
+
+
+def _rotate(model: PreTrainedModel, adapter_config: Mapping[str, object]) -> None:
+    """The adapter's own rotation of positions becomes the merged model's. Raises InvalidRequest."""
+    config = model.config.get_text_config()
+    try:
+        scaling = base_rope(config, _MAX_CONTEXT, is_read=True).scaling_of(adapter_config)
+    except ValueError as error:
+        raise InvalidRequest.of(ROPE_KEY, str(error)) from None
+    if scaling is not None:
+        stretch(config, scaling)
 
 
 def _copy_others(source: Path, target: Path) -> None:

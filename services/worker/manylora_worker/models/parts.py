@@ -23,6 +23,11 @@ class ModelInfo:
     kv_block_bytes: int  # in all layers
     dtype: str = ""  # of its computation
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    longest_context_tokens: int = 0  # with an adapter that stretches it; 0: as without
+
+    @property
+    def longest(self) -> int:
+        return max(self.max_context_tokens, self.longest_context_tokens)
 
 
 @dataclass(frozen=True)

@@ -276,6 +276,9 @@ class WorkerServicer:
             size_bytes=report.size_bytes,
             target_modules=report.target_modules,
             coverage=coverage_message(report.coverage),
+            rope=report.rope,
+            max_context_tokens=report.max_context_tokens,
+            goes_alone=report.goes_alone,
         )
 
     async def control(

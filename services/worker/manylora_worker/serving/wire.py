@@ -75,7 +75,7 @@ def engine_request(message: worker_pb2.ExecuteRequest, model: ModelInfo) -> Engi
     check(len(prompt) > 0, "prompt_token_ids", "must not be empty")
     _check_token_ids(check, "prompt_token_ids", prompt, model)
     check(1 <= message.n <= MAX_CHOICES, "n", f"must be 1 to {MAX_CHOICES}")
-    check(1 <= message.max_tokens <= model.max_context_tokens, "max_tokens", f"must be 1 to {model.max_context_tokens}")
+    check(1 <= message.max_tokens <= model.longest, "max_tokens", f"must be 1 to {model.longest}")
     if emitted:
         check(len(emitted) == message.n, "emitted", "must be one a choice")
         check(any(tokens is not None for tokens in emitted), "emitted", "must leave a choice that has not ended")

@@ -23,7 +23,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, order=True)
 class ChangedModule:
     path: str
-    rank: int
+    rank: int  # 0: its biases alone are changed
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,9 @@ class AdapterReport:
     size_bytes: int = 0  # on the device, in the compute dtype
     target_modules: Sequence[str] = ()  # distinct last path components, sorted
     coverage: Coverage = field(default_factory=Coverage)
+    rope: str = ""  # its own rotation of positions, JSON
+    max_context_tokens: int = 0  # 0: the base model's
+    goes_alone: bool = False  # in a request
 
 
 class AdapterValidator(Protocol):

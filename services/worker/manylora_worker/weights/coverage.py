@@ -10,7 +10,7 @@ from manylora_shared.errors import FieldViolation
 from manylora_shared.stores.adapter_files import WEIGHTS_NAME
 
 from manylora_worker.weights.adapter_check import ChangedModule, Coverage
-from manylora_worker.weights.layout import Layout
+from manylora_worker.weights.layout import NO_EXTRAS, Extras, Layout
 from manylora_worker.weights.source import (
     KEY_PREFIX,
     LENGTH_BYTES,
@@ -24,13 +24,14 @@ from manylora_worker.weights.source import (
 _MAX_LEFT_OUT = 16  # that are named
 
 
-def coverage_of(folder: Path, layout: Layout, base: AdapterBase, keys: OpeningKeys | None = None) -> Coverage:
+def coverage_of(
+    folder: Path, layout: Layout, base: AdapterBase, extras: Extras = NO_EXTRAS, keys: OpeningKeys | None = None
+) -> Coverage:
     """Of a file that a reader found good. Raises AdapterInvalid where a tensor belongs to nothing that is computed."""
-    modules = sorted(
-        ChangedModule(base.sites[placed.site].slots[slot].path, stop - start)
-        for placed in layout
-        for slot, start, stop, _ in placed.slots
-    )
+    ranks = {base.sites[vector.site].slots[vector.slot].path: 0 for vector in extras.vectors}
+    for placed in layout:
+        ranks |= {base.sites[placed.site].slots[slot].path: stop - start for slot, start, stop, _ in placed.slots}
+    modules = sorted(ChangedModule(path, rank) for path, rank in ranks.items())
     names = _tensor_names(folder / WEIGHTS_NAME, keys or NoKeys())
     paths = {module.path for module in modules}
     left_out = [name for name in names if any(_lies_under(name, part) for part in base.left_out)]

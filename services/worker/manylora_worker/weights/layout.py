@@ -4,11 +4,14 @@ transposed and scaled.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from manylora_shared.ids import AdapterUid
+from manylora_shared.stores.adapter_rope import RopeScaling, parsed
 from torch import Tensor
 
 from manylora_worker.weights.sites import DeviceAdapter, Site, SiteWeights, SlotWeights
@@ -37,11 +40,72 @@ class PlacedSite:
 Layout = tuple[PlacedSite, ...]  # a function of the base model's sites and the adapter's ranks
 
 
+class VectorKind(enum.StrEnum):
+    """Of a layer, one number an output."""
+
+    MAGNITUDE = "magnitude"  # DoRA's
+    BIAS = "bias"  # in the place of the base model's
+    LOW_RANK_BIAS = "low_rank_bias"  # added, scaled as the product of A and B
+
+
+@dataclass(frozen=True)
+class PlacedVector:
+    kind: VectorKind
+    site: int
+    slot: int
+    placed: Placed  # one row
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What an adapter brings beside its matrices."""
+
+    rope: RopeScaling | None = None
+    vectors: tuple[PlacedVector, ...] = ()  # behind the layout, in order
+
+
+NO_EXTRAS = Extras()
+
+
+def told_extras(extras: Extras) -> dict[str, Any]:
+    """In JSON, for `heard_extras` in another process."""
+    told: dict[str, Any] = {"vectors": [[each.kind, each.site, each.slot] for each in extras.vectors]}
+    rope = extras.rope
+    return told if rope is None else {**told, "rope": dict(rope.parameters), "context": rope.max_context_tokens}
+
+
+def heard_extras(told: Mapping[str, Any], layout: Layout, sites: Sequence[Site]) -> Extras:
+    """Raises ValueError, LookupError, TypeError where it makes no sense."""
+    rope = None
+    if "rope" in told:
+        rope = RopeScaling(tuple(sorted(parsed(told["rope"]).items())), int(told["context"]))
+    wanted = [(VectorKind(kind), int(site), int(slot)) for kind, site, slot in told["vectors"]]
+    return Extras(rope, place_vectors(wanted, layout, sites))
+
+
+def place_vectors(
+    wanted: Sequence[tuple[VectorKind, int, int]], layout: Layout, sites: Sequence[Site]
+) -> tuple[PlacedVector, ...]:
+    """wanted: kind, site, slot of each."""
+    start, placed = elements_of(layout), []
+    for kind, site, slot in wanted:
+        width = sites[site].slots[slot].stop - sites[site].slots[slot].start
+        placed.append(PlacedVector(kind, site, slot, Placed(start, 1, width)))
+        start += width
+    return tuple(placed)
+
+
+def elements_with(layout: Layout, extras: Extras) -> int:
+    last = extras.vectors[-1].placed if extras.vectors else None
+    return elements_of(layout) if last is None else last.start + last.columns
+
+
 @dataclass(frozen=True)
 class HostAdapter:
     uid: AdapterUid
     buffer: Tensor
     layout: Layout
+    extras: Extras = NO_EXTRAS
 
     @property
     def size_bytes(self) -> int:
@@ -57,7 +121,7 @@ class HostAdapter:
             )
             for placed in self.layout
         }
-        return DeviceAdapter(self.uid, sites, buffer.nbytes)
+        return DeviceAdapter(self.uid, sites, buffer.nbytes, self.extras.rope)
 
 
 def lay_out(sites: Sequence[Site], ranks: Mapping[str, int]) -> Layout:

@@ -10,14 +10,23 @@ import hashlib
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from manylora_shared.ids import AdapterUid, TenantId
+from manylora_shared.stores.adapter_rope import RopeScaling
 from torch import Tensor
 
-from manylora_worker.weights.layout import HostAdapter, Layout, elements_of, lay_out
+from manylora_worker.weights.layout import (
+    Extras,
+    HostAdapter,
+    Layout,
+    VectorKind,
+    elements_with,
+    lay_out,
+    place_vectors,
+)
 from manylora_worker.weights.sites import Site
 
 _KEPT_SCRATCH_BYTES = 256 << 20
@@ -35,6 +44,13 @@ class ModuleWeights(NamedTuple):
     a: StoredMatrix  # [rank, in]
     b: StoredMatrix  # [out, rank]
     scale: float  # of their product
+
+
+class ModuleVector(NamedTuple):
+    path: str
+    kind: VectorKind
+    stored: StoredMatrix  # [1, out]
+    scale: float
 
 
 class _Copy(NamedTuple):
@@ -55,12 +71,19 @@ class Packing:
     layout: Layout
     dtype: torch.dtype  # the buffer's
     copies: Sequence[_Copy]
+    extras: Extras = field(default_factory=Extras)
 
     @classmethod
     def of(
-        cls, config: dict[str, Any], modules: Mapping[str, ModuleWeights], sites: Sequence[Site], dtype: torch.dtype
+        cls,
+        config: dict[str, Any],
+        modules: Mapping[str, ModuleWeights],
+        sites: Sequence[Site],
+        dtype: torch.dtype,
+        rope: RopeScaling | None = None,
+        vectors: Sequence[ModuleVector] = (),
     ) -> Packing:
-        """modules: by path. Each belongs to a site, and its shapes fit."""
+        """modules: by path. Each belongs to a site, and its shapes fit, as those of `vectors`."""
         layout = lay_out(sites, {path: weights.a.rows for path, weights in modules.items()})
         copies: list[_Copy] = []
         for placed in layout:
@@ -84,11 +107,19 @@ class Packing:
                         is_scaled_there,
                     ),
                 )
-        return cls(config, layout, dtype, copies)
+        slots = {slot.path: (site.index, i) for site in sites for i, slot in enumerate(site.slots)}
+        placed_vectors = place_vectors([(each.kind, *slots[each.path]) for each in vectors], layout, sites)
+        for vector, found in zip(vectors, placed_vectors, strict=True):
+            shape, stored = (1, found.placed.columns), vector.stored
+            first = sites[found.site].slots[found.slot].first_output * stored.dtype.itemsize
+            copies.append(
+                _Copy(stored.dtype, shape, (1, 1), stored.first_byte + first, found.placed.start, vector.scale, False)
+            )
+        return cls(config, layout, dtype, copies, Extras(rope, placed_vectors))
 
     def pack(self, content: Tensor, uid: AdapterUid, allocate: Callable[[int, torch.dtype], Tensor]) -> HostAdapter:
         """content: the whole file, [bytes] uint8. allocate: see source.read_adapter."""
-        buffer = allocate(elements_of(self.layout), self.dtype)
+        buffer = allocate(elements_with(self.layout, self.extras), self.dtype)
         origin = buffer.storage_offset()
         wholes = {dtype: _whole(content, dtype) for dtype in {copy.dtype for copy in self.copies}}
         # In two calls for all matrices: hundreds of short ones would each wait for the interpreter, and hold up steps.
@@ -120,7 +151,7 @@ class Packing:
         torch._foreach_copy_(targets, sources)
         for scale, matrices in scaled.items():
             torch._foreach_mul_(matrices, scale)
-        return HostAdapter(uid, buffer, self.layout)
+        return HostAdapter(uid, buffer, self.layout, self.extras)
 
 
 def _whole(content: Tensor, dtype: torch.dtype) -> Tensor:

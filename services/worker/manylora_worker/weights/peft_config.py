@@ -27,9 +27,9 @@ PATTERN_BUDGET_S = 2.0  # for all pattern matching of one adapter together
 
 _HONOURED = frozenset(
     {
-        "alpha_pattern", "base_model_name_or_path", "exclude_modules", "init_lora_weights", "layers_pattern",
-        "layers_to_transform", "lora_alpha", "peft_type", "r", "rank_pattern", "target_modules", "task_type",
-        "use_rslora",
+        "alpha_pattern", "base_model_name_or_path", "bias", "exclude_modules", "init_lora_weights", "layers_pattern",
+        "layers_to_transform", "lora_alpha", "lora_bias", "peft_type", "r", "rank_pattern", "rope_parameters",
+        "rope_scaling", "target_modules", "task_type", "use_dora", "use_rslora",
     }
 )  # fmt: skip
 _WITHOUT_EFFECT = frozenset(
@@ -43,16 +43,14 @@ _WITHOUT_EFFECT = frozenset(
 _NAMELESS = re.compile(r"\.{1,2}|checkpoint-[0-9]+|[0-9a-f]{40}")
 _QUANTIZED = re.compile(r"(-unsloth)?-bnb-4bit$")
 _REFUSED = {
-    "bias": "trained biases of the base model are not supported (only 'none')",
-    "use_dora": "DoRA is not supported",
     "modules_to_save": "fully trained modules are not supported",
     "trainable_token_indices": "trained token embeddings are not supported",
     "target_parameters": "LoRA on bare parameters is not supported",
     "layer_replication": "replicated layers are not supported",
     "alora_invocation_tokens": "activated LoRA is not supported",
     "use_qalora": "QA-LoRA is not supported",
-    "lora_bias": "a bias on lora_B is not supported",
 }
+_BIASES = ("none", "lora_only", "all")
 _INITIALIZATIONS_ON_THE_BASE_AS_IT_IS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
@@ -69,6 +67,15 @@ class LoraSettings:
     exclude_modules: str | tuple[str, ...]
     layers_to_transform: tuple[int, ...] | None
     layers_pattern: tuple[str, ...]
+    use_dora: bool = False
+    lora_bias: bool = False
+    trains_biases: bool = False  # of the base model
+
+    @property
+    def has_vectors(self) -> str:
+        """The field that brings numbers by output; empty: none does."""
+        told = (("use_dora", self.use_dora), ("lora_bias", self.lora_bias), ("bias", self.trains_biases))
+        return next((name for name, is_set in told if is_set), "")
 
 
 @dataclass
@@ -179,9 +186,8 @@ def parse_settings(
     alphas = _pattern_map(config, "alpha_pattern", patterns, problems)
     rank_pattern = {k: _rank(v, f"rank_pattern[{k}]", max_rank, problems) for k, v in ranks.items()}
     alpha_pattern = {k: _finite(v, f"alpha_pattern[{k}]", problems) for k, v in alphas.items()}
-    use_rslora = config.get("use_rslora", False)
-    if not isinstance(use_rslora, bool):
-        problems.add("use_rslora", "must be true or false")
+    flags = {name: _flag(config, name, problems) for name in ("use_rslora", "use_dora", "lora_bias")}
+    bias = _bias(config, flags, problems)
     targets = _names_or_pattern(config, "target_modules", patterns, problems)
     if targets is None:
         problems.add("target_modules", "must name modules, or be a pattern or 'all-linear'")
@@ -193,7 +199,10 @@ def parse_settings(
     return LoraSettings(
         rank=rank,
         alpha=alpha,
-        use_rslora=use_rslora is True,
+        use_rslora=flags["use_rslora"],
+        use_dora=flags["use_dora"],
+        lora_bias=flags["lora_bias"],
+        trains_biases=bias != "none",
         rank_pattern={k: v for k, v in rank_pattern.items() if v},
         alpha_pattern=alpha_pattern,
         target_modules=targets,
@@ -230,7 +239,7 @@ def _family(name: str) -> str:
 def _check_unsupported(config: Mapping[str, Any], problems: Problems) -> None:
     for name, reason in _REFUSED.items():
         value = config.get(name)
-        if value and not (name == "bias" and value == "none"):
+        if value:
             problems.add(name, reason)
     if config.get("init_lora_weights", True) not in _INITIALIZATIONS_ON_THE_BASE_AS_IT_IS:
         problems.add(
@@ -261,6 +270,22 @@ def _finite(value: Any, name: str, problems: Problems) -> float:
         return float(value)
     problems.add(name, "must be a finite number")
     return 0.0
+
+
+def _flag(config: Mapping[str, Any], name: str, problems: Problems) -> bool:
+    value = config.get(name, False)
+    if not isinstance(value, bool):
+        problems.add(name, "must be true or false")
+    return value is True
+
+
+def _bias(config: Mapping[str, Any], flags: Mapping[str, bool], problems: Problems) -> str:
+    value = config.get("bias") or "none"
+    if value not in _BIASES:
+        problems.add("bias", f"must be one of {', '.join(_BIASES)}, not {shown(str(value))}")
+    if flags["use_dora"] and flags["lora_bias"]:
+        problems.add("lora_bias", "goes not with use_dora")
+    return str(value)
 
 
 class _PatternCheck:

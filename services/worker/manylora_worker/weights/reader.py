@@ -8,7 +8,7 @@ from typing import Protocol
 from manylora_shared.encryption.sealing import OpeningKeys
 from manylora_shared.ids import AdapterUid
 
-from manylora_worker.weights.layout import HostAdapter, Layout
+from manylora_worker.weights.layout import Extras, HostAdapter, Layout
 from manylora_worker.weights.packing import Scratch
 from manylora_worker.weights.source import AdapterBase, AdapterLimits, read_adapter
 
@@ -24,7 +24,7 @@ class AdapterReader(Protocol):
             OSError, RuntimeError, ValueError, MemoryError: it could not be read now.
         """
 
-    def check(self, folder: Path) -> Layout:
+    def check(self, folder: Path) -> tuple[Layout, Extras]:
         """Keeps nothing. Raises as `read`."""
 
     def free(self, adapter: HostAdapter) -> None: ...
@@ -45,8 +45,9 @@ class LocalReader:
     def read(self, folder: Path, uid: AdapterUid) -> HostAdapter:
         return read_adapter(folder, self._base, self._limits, uid=uid, scratch=self._scratch, keys=self._keys)
 
-    def check(self, folder: Path) -> Layout:
-        return read_adapter(folder, self._base, self._limits, keys=self._keys).layout
+    def check(self, folder: Path) -> tuple[Layout, Extras]:
+        adapter = read_adapter(folder, self._base, self._limits, keys=self._keys)
+        return adapter.layout, adapter.extras
 
     def free(self, adapter: HostAdapter) -> None:
         pass

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from manylora_worker.weights import reader_process
 from manylora_worker.weights.host_memory import HostMemory
-from manylora_worker.weights.layout import HostAdapter, Layout, elements_of, lay_out
+from manylora_worker.weights.layout import Extras, HostAdapter, Layout, elements_with, heard_extras, lay_out
 from manylora_worker.weights.source import AdapterBase, AdapterInvalid, AdapterLimits
 
 _LOG = logging.getLogger(__name__)
@@ -81,13 +81,13 @@ class ReaderProcesses:
         self._fork_server = _ForkServer(base, limits, memory.fd)
 
     def read(self, folder: Path, uid: AdapterUid) -> HostAdapter:
-        layout, buffer = self._call(folder, uid)
+        (layout, extras), buffer = self._call(folder, uid)
         assert buffer is not None
-        return HostAdapter(uid, buffer, layout)
+        return HostAdapter(uid, buffer, layout, extras)
 
-    def check(self, folder: Path) -> Layout:
-        layout, _ = self._call(folder, None)
-        return layout
+    def check(self, folder: Path) -> tuple[Layout, Extras]:
+        found, _ = self._call(folder, None)
+        return found
 
     def free(self, adapter: HostAdapter) -> None:
         self._memory.free(adapter.buffer)
@@ -100,7 +100,7 @@ class ReaderProcesses:
         self._fork_server.close()
         self._memory.close()
 
-    def _call(self, folder: Path, uid: AdapterUid | None) -> tuple[Layout, Tensor | None]:
+    def _call(self, folder: Path, uid: AdapterUid | None) -> tuple[tuple[Layout, Extras], Tensor | None]:
         key = _key_of(folder, self._keys)
         reader = self._take()
         buffer: Tensor | None = None
@@ -113,7 +113,7 @@ class ReaderProcesses:
                 self._tell_where(reader, buffer)
                 answer = reader.hear(deadline)
             outcome = self._outcome(answer)
-            if isinstance(outcome, tuple) and uid is not None and _elements(buffer) != elements_of(outcome):
+            if isinstance(outcome, tuple) and uid is not None and _elements(buffer) != elements_with(*outcome):
                 raise ValueError("ranks that do not fit the memory asked for")
         except BaseException as error:
             self._give_up(reader, buffer)
@@ -128,9 +128,10 @@ class ReaderProcesses:
             raise outcome
         return outcome, buffer
 
-    def _outcome(self, answer: Mapping[str, Any]) -> Layout | Exception:
+    def _outcome(self, answer: Mapping[str, Any]) -> tuple[Layout, Extras] | Exception:
         if "ranks" in answer:
-            return self._layout(tuple(answer["ranks"]))
+            layout = self._layout(tuple(answer["ranks"]))
+            return layout, heard_extras(answer["extras"], layout, self._base.sites)
         if "violations" in answer:
             return AdapterInvalid.of_all([FieldViolation(name, text) for name, text in answer["violations"]])
         return RuntimeError(answer["error"])
@@ -198,7 +199,7 @@ def _failure_of(error: BaseException) -> ReaderFailed | None:
         return ReaderFailed("the process that read the adapter died")
     if isinstance(error, TimeoutError | BlockingIOError):
         return ReaderFailed("the process that read the adapter took too long and was ended")
-    if isinstance(error, ValueError | KeyError | TypeError | AssertionError):
+    if isinstance(error, ValueError | LookupError | TypeError | AssertionError):
         return ReaderFailed("the process that read the adapter made no sense and was ended")
     return None
 

@@ -11,7 +11,7 @@ copies other threads' locks. Neither touches a device. Both end with their socke
 #                                                    key: [owner, id, secret in hex] of sealed files, or null
 #     reader    {"elements"}                  with keeps, when all but the weights' values has been checked
 #     worker    {"offset"}                    bytes in MEMORY_FD's memory; -1: a descriptor of other memory follows
-#     reader    {"ranks"}                     success: the rank at each of the model's slots, 0 for none
+#     reader    {"ranks", "extras"}           success: the rank at each of the slots, 0 for none; layout.told_extras
 #               {"violations"}                [field, description] of each
 #               {"error"}                     it could not be read
 
@@ -37,7 +37,7 @@ from manylora_shared.errors import ManyloraError
 from manylora_shared.ids import AdapterUid
 from torch import Tensor
 
-from manylora_worker.weights.layout import ranks_by_slot
+from manylora_worker.weights.layout import ranks_by_slot, told_extras
 from manylora_worker.weights.packing import Scratch
 from manylora_worker.weights.source import AdapterBase, AdapterInvalid, AdapterLimits, read_adapter
 
@@ -125,7 +125,8 @@ class _Reader:
             raise
         except (ManyloraError, OSError, RuntimeError, ValueError, MemoryError) as error:
             return {"error": str(error)}
-        return {"ranks": ranks_by_slot(adapter.layout, self._base.sites)}
+        ranks = ranks_by_slot(adapter.layout, self._base.sites)
+        return {"ranks": ranks, "extras": told_extras(adapter.extras)}
 
     def _allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
         self._say({"elements": elements})

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from manylora_shared.ids import AdapterUid
+from manylora_shared.stores.adapter_rope import RopeScaling
 from torch import Tensor
 
 
@@ -38,6 +39,15 @@ class SlotWeights:
     start: int
     stop: int
     b: Tensor  # [rank, out], scaled
+
+
+@dataclass(frozen=True)
+class SlotColumns:
+    """What is done with a slot's outputs, LoRA's included: times `gain`, plus `shift`, [out] each."""
+
+    slot: int
+    gain: Tensor | None
+    shift: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,8 @@ class DeviceAdapter:
     uid: AdapterUid
     sites: Mapping[int, SiteWeights]
     size_bytes: int
+    rope: RopeScaling | None = None
+    columns: Mapping[int, tuple[SlotColumns, ...]] = field(default_factory=dict)  # by site index
 
     num_sites: int = field(init=False)
     num_slots: int = field(init=False)  # over all sites
@@ -91,3 +103,5 @@ class DeviceAdapter:
         for site in self.sites.values():
             yield site.a_t
             yield from (slot.b for slot in site.slots)
+        for slots in self.columns.values():
+            yield from (tensor for each in slots for tensor in (each.gain, each.shift) if tensor is not None)

@@ -14,7 +14,7 @@ import stat
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,13 @@ from manylora_shared.stores.adapter_files import (
     digest_of_content,
     parse_config,
 )
+from manylora_shared.stores.adapter_rope import ROPE_KEY, BaseRope, RopeScaling
 from manylora_shared.stores.stored_files import StoredFile, stored_file
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from manylora_worker.weights.layout import HostAdapter
-from manylora_worker.weights.packing import ModuleWeights, Packing, Scratch, StoredMatrix, kind_of
+from manylora_worker.weights.layout import HostAdapter, VectorKind
+from manylora_worker.weights.packing import ModuleVector, ModuleWeights, Packing, Scratch, StoredMatrix, kind_of
 from manylora_worker.weights.peft_config import (
     LoraSettings,
     ModuleMatcher,
@@ -53,6 +54,13 @@ MAX_REPORTED = 32  # problems listed for one adapter; the last then says how man
 
 KEY_PREFIX = "base_model.model."
 _MATRICES = {".lora_A.weight": "A", ".lora_B.weight": "B"}
+_VECTORS = {
+    ".lora_magnitude_vector": VectorKind.MAGNITUDE,
+    ".lora_magnitude_vector.weight": VectorKind.MAGNITUDE,
+    ".lora_B.bias": VectorKind.LOW_RANK_BIAS,
+    ".base_layer.bias": VectorKind.BIAS,
+    ".bias": VectorKind.BIAS,
+}
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 LENGTH_BYTES = 8  # of a safetensors header, in front of it
 _CHANGED = "changed while it was read"
@@ -79,6 +87,10 @@ class AdapterBase:
     sites: Sequence[Site]
     dtype: torch.dtype
     left_out: tuple[str, ...] = ()  # an adapter's weights for these have no effect on text
+    rope: BaseRope = field(default_factory=BaseRope)
+    head: str = ""  # of `modules`, the output head; empty: it cannot be adapted
+    biased: frozenset[str] = frozenset()  # of `modules`, those with a bias
+    vectors_problem: str = ""  # why no adapter may scale or shift outputs; empty: it may
 
 
 @dataclass(frozen=True)
@@ -89,7 +101,7 @@ class _TensorInfo:
 
     @property
     def stored(self) -> StoredMatrix:
-        rows, columns = self.shape
+        rows, columns = self.shape if len(self.shape) == 2 else (1, *self.shape)
         return StoredMatrix(_DTYPES[self.dtype], rows, columns, self.first_byte)
 
 
@@ -268,15 +280,18 @@ def _check(
     problems: Problems,
 ) -> Packing | None:
     """None where anything but the weights' values is wrong."""
-    config = settings = None
+    config = settings = rope = None
     if config_text is not None:
         try:
             config = parse_config(config_text)
             settings = parse_settings(config, base_names=base.names, max_rank=limits.max_rank, problems=problems)
+            rope = _rope(config, base, problems)
         except InvalidRequest as error:
             problems.violations += error.violations
     tensors = None if weights is None else _tensors_of(weights, problems)
-    scales = {} if tensors is None else _check_tensors(tensors, settings, base, problems)
+    if settings is not None and settings.has_vectors and base.vectors_problem:
+        problems.add(settings.has_vectors, base.vectors_problem)
+    scales, vectors = ({}, {}) if tensors is None else _check_tensors(tensors, settings, base, problems)
     if problems.violations:
         return None
     assert config is not None
@@ -285,7 +300,19 @@ def _check(
     for path, scale in scales.items():
         a, b = (tensors[f"{KEY_PREFIX}{path}.lora_{matrix}.weight"].stored for matrix in _MATRICES.values())
         modules[path] = ModuleWeights(a, b, scale)
-    return Packing.of(config, modules, base.sites, base.dtype)
+    placed = [
+        ModuleVector(path, kind, tensors[key].stored, scales[path] if kind is VectorKind.LOW_RANK_BIAS else 1.0)
+        for (path, kind), key in sorted(vectors.items())
+    ]
+    return Packing.of(config, modules, base.sites, base.dtype, rope, placed)
+
+
+def _rope(config: Mapping[str, Any], base: AdapterBase, problems: Problems) -> RopeScaling | None:
+    try:
+        return base.rope.scaling_of(config)
+    except ValueError as error:
+        problems.add(ROPE_KEY, str(error))
+    return None
 
 
 def _tensors_of(weights: _WeightFile, problems: Problems) -> dict[str, _TensorInfo] | None:
@@ -334,16 +361,20 @@ def _lies_in(data_bytes: int, entry: Mapping[str, Any]) -> bool:
 
 def _check_tensors(
     tensors: Mapping[str, _TensorInfo], settings: LoraSettings | None, base: AdapterBase, problems: Problems
-) -> dict[str, float]:
+) -> tuple[dict[str, float], dict[tuple[str, VectorKind], str]]:
     """Every tensor belongs to a targeted module, every targeted module has both, all shapes fit. The scales are by
-    path.
+    path, the keys of vectors by path and kind.
     """
     found: dict[str, dict[str, _TensorInfo]] = defaultdict(dict)
+    vectors: dict[tuple[str, VectorKind], str] = {}
     for key, info in sorted(tensors.items()):
-        path, matrix = _parse_key(key)
+        path, matrix = parse_key(key)
         if info.dtype not in _DTYPES:
             problems.add(key, f"has type {info.dtype}; F32, F16 and BF16 are read")
-        if matrix is None:
+        if isinstance(matrix, VectorKind):
+            if not any(path.startswith(f"{part}.") for part in base.left_out):
+                vectors[path, matrix] = key
+        elif matrix is None:
             problems.add(key, "is not a LoRA A or B matrix of a linear layer, and nothing else can be used")
         elif path in base.head_modules:
             problems.add(key, "adapts the embeddings or the output head, which is not supported")
@@ -358,17 +389,55 @@ def _check_tensors(
             problems.add(f"{KEY_PREFIX}{path}.lora_{absent}.weight", "missing: its partner is there")
     if settings is not None:
         try:
-            return _check_targets(found, ModuleMatcher(settings), base, problems)
+            scales = _check_targets(found, ModuleMatcher(settings), base, problems)
+            _check_vectors(vectors, tensors, scales, settings, base, problems)
+            return scales, vectors
         except PatternTimeout:
             problems.add("target_modules", "its patterns take too long to match")
-    return {}
+    return {}, {}
+
+
+def _check_vectors(
+    vectors: Mapping[tuple[str, VectorKind], str],
+    tensors: Mapping[str, _TensorInfo],
+    scales: Mapping[str, float],
+    settings: LoraSettings,
+    base: AdapterBase,
+    problems: Problems,
+) -> None:
+    """Those that the configuration tells of, and no others, for layers that have what they go with."""
+    told = {
+        VectorKind.MAGNITUDE: (settings.use_dora, "use_dora", scales.keys()),
+        VectorKind.LOW_RANK_BIAS: (settings.lora_bias, "lora_bias", scales.keys()),
+        VectorKind.BIAS: (settings.trains_biases, "bias", base.biased),
+    }
+    for (path, kind), key in vectors.items():
+        is_told, name, paths = told[kind]
+        if path not in base.modules:
+            problems.add(key, f"the base model has no linear layer {path}")
+        elif not is_told:
+            problems.add(key, f"is there, but {name} does not say so")
+        elif path == base.head:
+            problems.add(key, "scales or shifts the output head, which is not served")
+        elif path not in paths:
+            problems.add(
+                key, "belongs to a layer without LoRA" if kind is not VectorKind.BIAS else "its layer has none"
+            )
+        elif tensors[key].shape != base.modules[path][1:]:
+            problems.add(
+                key, f"has shape {list(tensors[key].shape)}, but [{base.modules[path][1]}] fits the base model"
+            )
+    for kind, (is_told, name, paths) in told.items():
+        bare = sorted(path for path in paths if (path, kind) not in vectors) if is_told else []
+        if bare and kind is not VectorKind.BIAS:
+            problems.add(name, f"{_some(bare)} have none in {WEIGHTS_NAME}")
 
 
 def _check_targets(
     found: Mapping[str, Mapping[str, _TensorInfo]], matcher: ModuleMatcher, base: AdapterBase, problems: Problems
 ) -> dict[str, float]:
     scales: dict[str, float] = {}
-    targeted = [path for path in base.modules if matcher.is_targeted(path, is_linear=True)]
+    targeted = [path for path in base.modules if matcher.is_targeted(path, is_linear=path != base.head)]
     heads = [path for path in sorted(base.head_modules) if matcher.is_targeted(path, is_linear=False)]
     others = [path for path in sorted(base.other_modules) if matcher.is_targeted(path, is_linear=False)]
     if heads:
@@ -399,9 +468,9 @@ def _some(paths: Sequence[str]) -> str:
     return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
-def _parse_key(key: str) -> tuple[str, str | None]:
-    """(module path, "A" or "B"), or (key, None) where the key is no LoRA matrix."""
-    for suffix, matrix in _MATRICES.items():
+def parse_key(key: str) -> tuple[str, str | None]:
+    """(module path, "A", "B" or a VectorKind), or (key, None) where the key is nothing of LoRA's."""
+    for suffix, matrix in (_MATRICES | _VECTORS).items():
         if key.startswith(KEY_PREFIX) and key.endswith(suffix):
             return key[len(KEY_PREFIX) : -len(suffix)], matrix
     return key, None
@@ -409,6 +478,10 @@ def _parse_key(key: str) -> tuple[str, str | None]:
 
 def _name_unsound(adapter: HostAdapter, base: AdapterBase, problems: Problems) -> None:
     buffer = adapter.buffer
+    for vector in adapter.extras.vectors:
+        if not bool(torch.isfinite(vector.placed.of(buffer)).all()):
+            path = base.sites[vector.site].slots[vector.slot].path
+            problems.add(f"{KEY_PREFIX}{path}", f"its {vector.kind} holds NaN or infinite values")
     for placed in adapter.layout:
         for slot, start, stop, b in placed.slots:
             path = base.sites[placed.site].slots[slot].path

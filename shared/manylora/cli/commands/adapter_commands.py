@@ -18,6 +18,14 @@ adapter_app = typer.Typer(help="Adapters in tenants' namespaces.", no_args_is_he
 samples_app = typer.Typer(help="Samples that tenants' quality gates judge by.", no_args_is_help=True)
 adapter_app.add_typer(samples_app, name="samples")
 
+Rope = Annotated[
+    str,
+    typer.Option(
+        metavar="JSON",
+        help="The rotation of positions that it was trained with, as transformers' rope_parameters: "
+        '\'{"rope_type": "linear", "factor": 8}\'; default: what its adapter_config.json or config.json says.',
+    ),
+]
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report as a page, too.")]
 
 
@@ -35,6 +43,7 @@ def add(
     pool: Annotated[
         str, typer.Option(help="For whose base model it is; default: the other versions', else the policy's first.")
     ] = "",
+    rope: Rope = "",
     as_json: Json = False,
     server: Server = DEFAULT_SERVER,
     key: Key = None,
@@ -42,7 +51,7 @@ def add(
     """Upload, check and register an adapter."""
     from manylora.cli import adapters
 
-    run(adapters.add(connect(server, key), tenant, name, path, pool=pool, as_json=as_json), as_json=as_json)
+    run(adapters.add(connect(server, key), tenant, name, path, pool=pool, rope=rope, as_json=as_json), as_json=as_json)
 
 
 @adapter_app.command()
@@ -54,6 +63,7 @@ def check(
         Path | None, typer.Option(help="JSON lines with prompt (or messages) and expected; default: the policy's.")
     ] = None,
     judge: Annotated[str, typer.Option(help="exact, contains, regex, json, json_schema or perplexity.")] = "",
+    rope: Rope = "",
     html: Html = None,
     as_json: Json = False,
     server: Server = DEFAULT_SERVER,
@@ -63,7 +73,15 @@ def check(
     from manylora.reports import adapter_reports
 
     checking = adapter_reports.check(
-        connect(server, key), tenant, source, name=name, samples=samples, judge=judge, html=html, as_json=as_json
+        connect(server, key),
+        tenant,
+        source,
+        name=name,
+        samples=samples,
+        judge=judge,
+        rope=rope,
+        html=html,
+        as_json=as_json,
     )
     run(checking, as_json=as_json)
 

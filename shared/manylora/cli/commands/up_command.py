@@ -32,6 +32,10 @@ Port = Annotated[int, typer.Option(min=0, max=65535, help="Port of the first rou
 MaxLoraRank = Annotated[
     int | None, typer.Option(min=1, help="Greatest rank of an adapter; default: the worker's choice.")
 ]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(min=1, help="Longest context, of adapters that stretch the model's, too; default: the model's."),
+]
 ModelAliases = Annotated[
     list[str] | None,
     typer.Option(help="A further name under which adapters may know the model; may be repeated."),
@@ -145,6 +149,7 @@ def up(
     quantization: Annotated[Quantization, typer.Option(help="Of the base model's weights.")] = Quantization.NONE,
     kv_cache_mb: KvCacheMb = None,
     max_lora_rank: MaxLoraRank = None,
+    max_model_len: MaxModelLen = None,
     generation_config: GenerationConfigOption = GenerationConfig.AUTO,
     tool_parser: ToolParserOption = "auto",
     reasoning_parser: ReasoningParserOption = "auto",
@@ -181,7 +186,7 @@ def up(
         reasoning_parser=reasoning_parser,
         quantization=quantization.value,
         kv_cache_mb=kv_cache_mb,
-        max_lora_rank=max_lora_rank,
+        max_lora_rank=max_lora_rank, max_model_len=max_model_len,
         schedulers=schedulers,
         tls=tls,
         sequence_slots=sequence_slots,
@@ -189,10 +194,8 @@ def up(
         host_adapter_mb=host_adapter_mb,
         adapter_cache_mb=adapter_cache_mb,
         tensor_parallel=tensor_parallel,
-        adapter_store=adapter_store,
-        adapter_store_access=adapter_store_access,
-        adapter_sources=adapter_sources,
+        adapter_store=adapter_store, adapter_store_access=adapter_store_access, adapter_sources=adapter_sources,
         encryption=encryption,
         drain_s=drain_s,
-    )
+    )  # fmt: skip
     run(cluster.up(options, tenants), as_json=False)

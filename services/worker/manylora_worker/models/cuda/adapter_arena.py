@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from manylora_shared.composition import parts_of, uids_of
 from manylora_shared.ids import AdapterKey, AdapterUid, TenantId, owner_of
+from manylora_shared.stores.adapter_rope import RopeScaling
 from torch import Tensor
 
 from manylora_worker.models.cuda.kernels.lora import (
@@ -94,6 +95,7 @@ class _Place:
     blocks: Sequence[int]
     placement: Placement
     entry: np.ndarray  # int64 [sites, fields]
+    rope: Tensor | None  # float32 [angles + 1], of one that rotates positions in its own way
     freed: torch.cuda.Event | None  # when the blocks' last readers are done
 
 
@@ -103,6 +105,8 @@ class AdapterArena:
     Args:
         arena: [elements], flat; block b begins at b * block_elements.
         blocks: those that adapters may use.
+        num_angles: frequencies of a rotation.
+        scaled: an adapter's own, and their factor.
         num_composed: at least as many as one step's rows can name.
         clear: blocks that an adapter gives back, [n]; None: they keep their content.
     """
@@ -117,6 +121,8 @@ class AdapterArena:
         num_composed: int,
         num_sites: int,
         max_rank: int,
+        num_angles: int,
+        scaled: Callable[[RopeScaling], tuple[Tensor, float]],
         clear: Callable[[Tensor], None] | None = None,
     ) -> None:
         self._clear = clear
@@ -125,6 +131,9 @@ class AdapterArena:
         fields = site_fields(self.chunks)
         num_entries = num_slots + 1 + num_composed
         self.sites = torch.zeros(num_sites, num_entries, fields, dtype=torch.int64, device=arena.device)
+        self.ropes = torch.zeros(num_entries, num_angles + 1, device=arena.device)  # see rotate.row_angles
+        self._rotating: set[int] = set()  # slots that `ropes` has something of
+        self._scaled = scaled
         self._max_composed = num_composed
         self._composed: OrderedDict[AdapterKey, int] = OrderedDict()  # compositions' slots, last used last
         self._free_composed = list(range(num_slots + 1, num_entries))
@@ -154,10 +163,12 @@ class AdapterArena:
     def _compose(self, key: AdapterKey) -> int:
         # The parts' chunks stand where they are: this is an entry in the table alone.
         entry = torch.zeros(self.sites.shape[0], self.sites.shape[2], dtype=torch.int64)
-        compose_entries([(self._places[part.uid].entry, part.weight) for part in parts_of(key)], entry.numpy())
+        parts = [(self._places[part.uid], part.weight) for part in parts_of(key)]
+        compose_entries([(place.entry, weight) for place, weight in parts], entry.numpy())
         if len(self._composed) == self._max_composed:
             self._free_composed.append(self._composed.popitem(last=False)[1])
         slot = self._composed[key] = self._free_composed.pop()
+        self._put_rope(slot, parts[0][0].rope)  # the same of all: they go not together else
         self.sites[:, slot].copy_(entry.pin_memory() if self.sites.is_cuda else entry, non_blocking=True)
         return slot
 
@@ -194,7 +205,8 @@ class AdapterArena:
             freed = torch.cuda.Event()
             freed.record()
         entry = self._entry(placement, blocks)
-        self._places[adapter.uid] = _Place(self._free_slots.pop(), blocks, placement, entry, freed)
+        rope = self._rope_of(adapter)
+        self._places[adapter.uid] = _Place(self._free_slots.pop(), blocks, placement, entry, rope, freed)
 
     def fill(self, adapter: HostAdapter) -> None:
         """Returns when steps may use the weights. May run on a thread of its own."""
@@ -240,8 +252,23 @@ class AdapterArena:
                 if behind is not None:
                     behind.synchronize()
                 behind = event
+        self._put_rope(place.slot, place.rope)
         entry = torch.from_numpy(place.entry)
         self.sites[:, place.slot].copy_(entry.pin_memory() if self.sites.is_cuda else entry, non_blocking=True)
+
+    def _rope_of(self, adapter: HostAdapter) -> Tensor | None:
+        if adapter.extras.rope is None:
+            return None
+        frequencies, factor = self._scaled(adapter.extras.rope)
+        return torch.cat((frequencies.cpu(), torch.tensor([factor])))
+
+    def _put_rope(self, slot: int, rope: Tensor | None) -> None:
+        if rope is not None:
+            self._rotating.add(slot)
+            self.ropes[slot].copy_(rope.pin_memory() if self.ropes.is_cuda else rope, non_blocking=True)
+        elif slot in self._rotating:
+            self._rotating.discard(slot)
+            self.ropes[slot].zero_()
 
     def _entry(self, placement: Placement, blocks: Sequence[int]) -> np.ndarray:
         entry = np.zeros((self.sites.shape[0], self.sites.shape[2]), dtype=np.int64)

@@ -22,7 +22,7 @@ from manylora_worker.models.cuda.kernels.gate import gate
 from manylora_worker.models.cuda.kernels.gemm import MOST_SPLIT_ROWS, MOST_SPLITS, linear
 from manylora_worker.models.cuda.kernels.lora import LoraRows, low_rank_columns, num_chunks, shrink, shrink_splits
 from manylora_worker.models.cuda.kernels.lora_tiles import FEWEST_ROWS, MOST_ROWS, LoraTiles
-from manylora_worker.models.cuda.kernels.rotate import rotate_store
+from manylora_worker.models.cuda.kernels.rotate import rotate_store, row_angles
 from manylora_worker.models.decoder_weights import DecoderWeights, Projection
 from manylora_worker.models.ranks.cuts import SharedHead
 
@@ -65,6 +65,7 @@ class _Sizes:
     rows: Mapping[str, tuple[int, int]]
     low_rank: int
     parts: int
+    angles: int
 
     @classmethod
     def of(cls, weights: DecoderWeights, *, lora_chunks: int, max_rows: int, max_decode_rows: int) -> _Sizes:
@@ -92,11 +93,12 @@ class _Sizes:
             },
             low_rank=most * low_rank_columns(lora_chunks),
             parts=MOST_SPLITS * MOST_SPLIT_ROWS * max(out_features),
+            angles=2 * max_rows * weights.ropes[0][0].shape[1],
         )
 
     def bytes(self, dtype: torch.dtype) -> int:
         by_rows = sum(rows * columns for rows, columns in self.rows.values())
-        return by_rows * dtype.itemsize + 4 * (self.low_rank + self.parts)
+        return by_rows * dtype.itemsize + 4 * (self.low_rank + self.parts + self.angles)
 
 
 def _head_rows(weights: DecoderWeights, size: int, max_decode_rows: int) -> dict[str, tuple[int, int]]:
@@ -120,6 +122,7 @@ class Decoder:
     arena: every block of KV and adapters, flat.
     layer_offsets: where each layer's keys begin inside a block, in elements.
     sites: int64 [sites, adapter slots, fields]; see kernels/lora.py.
+    ropes: float32 [adapter slots, rotated / 2 + 1]; see rotate.row_angles.
     pdl: see the kernels package.
     """
 
@@ -131,6 +134,7 @@ class Decoder:
         layout: PagedLayout,
         layer_offsets: Sequence[int],
         sites: Tensor,
+        ropes: Tensor,
         lora_chunks: int,
         max_rows: int,
         max_decode_rows: int,
@@ -141,6 +145,7 @@ class Decoder:
         self._layout = layout
         self._layer_caches = [arena[offset:] for offset in layer_offsets]
         self._sites = sites
+        self._ropes = ropes
         self._lora_chunks = lora_chunks
         device, dtype = arena.device, arena.dtype
         sizes = _Sizes.of(weights, lora_chunks=lora_chunks, max_rows=max_rows, max_decode_rows=max_decode_rows)
@@ -164,6 +169,7 @@ class Decoder:
         self._lora_tiles = LoraTiles.where_it_runs(lora_chunks, dtype, device)
         self._low_rank = torch.zeros(sizes.low_rank, device=device)
         self._parts = torch.empty(sizes.parts, device=device)
+        self._angles = torch.zeros(sizes.angles, device=device)
         self._counters = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._pdl = pdl
         self._scratch = DecodeScratch(max_decode_rows, weights.layers[0].attention, MAX_SPLITS, device)
@@ -188,11 +194,12 @@ class Decoder:
         rows = step.rows
         residual, normed, delta = self._residual[:rows], self._normed[:rows], self._delta[:rows]
         residual.copy_(weights.embed(step.token_ids[:rows]))
+        ropes = self._step_ropes(step)
         self._norm(None, residual, normed, None, weights.layers[0].input_norm, step, None)
         for i, layer in enumerate(weights.layers):
             q, attended = self._q[:rows], self._attended[:rows]
             qkv, lora = self._product(layer.qkv, normed, self._qkv[:rows], step)
-            self._rotate(i, qkv, q, step, lora)
+            self._rotate(i, qkv, q, step, lora, *ropes[layer.rope])
             self._attend(i, q, attended, step)
             product, lora = self._summed(layer.o, attended, delta, step)
             self._norm(product, residual, normed, layer.attention_post_norm, layer.ffn_norm, step, lora)
@@ -340,9 +347,28 @@ class Decoder:
             pdl=self._pdl,
         )
 
-    def _rotate(self, index: int, qkv: Tensor, q: Tensor, step: DeviceStep, lora: LoraRows | None) -> None:
+    def _step_ropes(self, step: DeviceStep) -> Sequence[tuple[Tensor, Tensor]]:
+        """By row where adapters may rotate in their own way, or else by position."""
+        ropes = self.weights.ropes
+        if step.lora is None or len(ropes) > 1:
+            return ropes
+        cos, sin = self._angles.view(2, -1, ropes[0][0].shape[1])[:, : step.rows].unbind(0)
+        row_angles(
+            cos,
+            sin,
+            positions=step.positions,
+            row_adapters=step.lora.row_adapters,
+            ropes=self._ropes,
+            cos=ropes[0][0],
+            sin=ropes[0][1],
+            num_rows=step.num_rows,
+        )
+        return [(cos, sin)]
+
+    def _rotate(
+        self, index: int, qkv: Tensor, q: Tensor, step: DeviceStep, lora: LoraRows | None, cos: Tensor, sin: Tensor
+    ) -> None:
         layer = self.weights.layers[index]
-        cos, sin = self.weights.ropes[layer.rope]
         rotate_store(
             qkv,
             q,
@@ -363,6 +389,7 @@ class Decoder:
             num_rows=step.num_rows,
             lora=lora,
             num_slots=len(layer.qkv.site.slots),
+            angles_by_row=step.lora is not None and len(self.weights.ropes) == 1,
             pdl=self._pdl,
         )
 

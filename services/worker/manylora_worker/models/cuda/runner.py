@@ -117,6 +117,8 @@ class DeviceModelRunner:
             num_composed=2 * limits.max_sequences,
             num_sites=len(loaded.sites),
             max_rank=limits.max_rank,
+            num_angles=weights.ropes[0][0].shape[1],
+            scaled=weights.scaled,
             clear=cache.clear_blocks if cache.marks_free else None,
         )
         pdl = loaded.device.type == "cuda" and torch.cuda.get_device_capability(loaded.device) >= (9, 0)
@@ -126,6 +128,7 @@ class DeviceModelRunner:
             layout=self._layout,
             layer_offsets=[2 * i * bs * row for i in range(geometry.num_layers)],
             sites=self._adapters.sites,
+            ropes=self._adapters.ropes,
             lora_chunks=self._adapters.chunks,
             max_rows=limits.max_rows,
             max_decode_rows=limits.max_sequences,
@@ -137,7 +140,7 @@ class DeviceModelRunner:
             max_rows=limits.max_rows,
             max_sequences=limits.max_sequences,
             block_size=bs,
-            max_blocks=-(-loaded.spec.max_context_tokens // bs),
+            max_blocks=-(-loaded.spec.longest // bs),
             prefill_rows=prefill_block_m(weights.layers[0].attention),
             num_kv_heads=geometry.num_kv_heads,
         )

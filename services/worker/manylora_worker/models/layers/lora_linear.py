@@ -106,6 +106,7 @@ class SegmentedLora:
     def __init__(self, segments: Sequence[Segment], num_rows: int) -> None:
         self._sizes: list[int] = []  # all rows cut into runs, those without an adapter included
         self._adapters: list[tuple[int, DeviceAdapter, float]] = []  # (run, an adapter of it, its weight)
+        self._columned = [segment for segment in segments if segment.adapter.columns]
         end = 0
         for segment in segments:
             if segment.first_row > end:
@@ -134,6 +135,14 @@ class SegmentedLora:
                     target = outputs[:, slot.start : slot.stop].split_with_sizes(self._sizes)
                     targets[part.slot] = target
                 target[i].addmm_(low_rank, part.b, alpha=weight)
+        for segment in self._columned:
+            for columns in segment.adapter.columns.get(site.index, ()):
+                slot = site.slots[columns.slot]
+                own = outputs[segment.first_row : segment.last_row, slot.start : slot.stop]
+                if columns.gain is not None:
+                    own.mul_(columns.gain)
+                if columns.shift is not None:
+                    own.add_(columns.shift)
 
 
 @dataclass(frozen=True)
@@ -237,7 +246,8 @@ class LoraPlanner:
         by_shape: dict[Hashable, list[Segment]] = {}
         alone: list[Segment] = []
         for segment in segments:
-            of_its_kind = alone if segment.is_composed else by_shape.setdefault(segment.adapter.shape, [])
+            is_alone = segment.is_composed or segment.adapter.columns
+            of_its_kind = alone if is_alone else by_shape.setdefault(segment.adapter.shape, [])
             of_its_kind.append(segment)
         losses: dict[tuple[AdapterUid, ...], float] = {}
         parts: list[LoraBatch] = []

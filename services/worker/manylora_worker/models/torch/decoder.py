@@ -5,9 +5,9 @@ weights; products and their LoRA are the loaded model's modules.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +22,12 @@ from manylora_worker.models.decoder_weights import (
 )
 from manylora_worker.models.layers.attention import STEP_KEYWORD, AttentionStep, PrefillRows
 from manylora_worker.models.layers.kv_cache import KvCache
+from manylora_worker.models.layers.lora_linear import Segment
 from manylora_worker.models.loader import LoadedModel
 
 _LOG = logging.getLogger(__name__)
 _CHECKED_TOKENS = 8
+_KNOWN_ROPES = 256  # each takes some hundred bytes
 
 
 class _Product:
@@ -45,6 +47,39 @@ class _Product:
         if self._reduce is not None:
             self._reduce(outputs)
         return outputs
+
+
+class HeadLora:
+    """Of a step's rows with adapters that change the output head. site: its index."""
+
+    def __init__(self, site: int, segments: Sequence[Segment]) -> None:
+        parts = [(s, ((s.adapter, s.weight), *s.others)) for s in segments]
+        self._parts = [
+            (segment.first_row, segment.last_row, adapter.sites[site], weight)
+            for segment, adapters in parts
+            for adapter, weight in adapters
+            if site in adapter.sites
+        ]
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def add(self, rows: Tensor, normed: Tensor, logits: Tensor) -> None:
+        """rows: of the step, whose logits these are, changed in place."""
+        for first, last, weights, weight in self._parts:
+            own = ((rows >= first) & (rows < last)).nonzero()[:, 0]
+            if len(own):
+                product = (normed[own] @ weights.a_t) @ weights.slots[0].b
+                logits.index_add_(0, own, product, alpha=weight)
+
+
+@dataclass(frozen=True)
+class ScaledRows:
+    """Of a step, those whose adapters rotate positions in their own way."""
+
+    rows: Tensor  # int64 [n]
+    frequencies: Tensor  # [n, rotated / 2]
+    factors: Tensor  # [n, 1]
 
 
 @dataclass(frozen=True)
@@ -71,13 +106,16 @@ class TorchDecoder:
         self._weights = weights
         self._layers = [self._layer(layer) for layer in weights.layers]
         self._final_norm = self._norm_weight(weights.final_norm)
+        self.scaled = lru_cache(_KNOWN_ROPES)(weights.scaled)
 
-    def layers(self, token_ids: Tensor, positions: Tensor, attention: AttentionStep) -> Tensor:
+    def layers(
+        self, token_ids: Tensor, positions: Tensor, attention: AttentionStep, scaled: ScaledRows | None = None
+    ) -> Tensor:
         """token_ids, positions: [T] -> [T, hidden], for `head`."""
         weights = self._weights
         # The embedding's rows are copies, so that the residual may be added to in place.
         residual = weights.embed(token_ids)
-        ropes = [_rope_rows(cos, sin, positions, residual.dtype) for cos, sin in weights.ropes]
+        ropes = [_rope_rows(*table, positions, residual.dtype, scaled) for table in weights.ropes]
         for i, layer in enumerate(self._layers):
             normed = self._norm(residual, layer.input_norm)
             product = layer.o(self._attend(i, layer, layer.qkv(normed), ropes[layer.rope], attention))
@@ -90,10 +128,13 @@ class TorchDecoder:
             residual.add_(product)
         return residual
 
-    def head(self, residual: Tensor, logit_rows: Tensor) -> Tensor:
+    def head(self, residual: Tensor, logit_rows: Tensor, adapted: HeadLora | None = None) -> Tensor:
         """-> logits [len(logit_rows), vocab]."""
         weights = self._weights
-        logits: Tensor = weights.head(self._norm(residual.index_select(0, logit_rows), self._final_norm))
+        normed = self._norm(residual.index_select(0, logit_rows), self._final_norm)
+        logits: Tensor = weights.head(normed)
+        if adapted is not None:
+            adapted.add(logit_rows, normed, logits)
         softcap = weights.logit_softcap
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
@@ -195,9 +236,16 @@ def _optional(weight: Tensor | None, form: Callable[[Tensor], Tensor]) -> Tensor
     return None if weight is None else form(weight)
 
 
-def _rope_rows(cos: Tensor, sin: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _rope_rows(
+    cos: Tensor, sin: Tensor, positions: Tensor, dtype: torch.dtype, scaled: ScaledRows | None
+) -> tuple[Tensor, Tensor]:
     """[T, 1, rotated] each: cos twice, and sin with the sign of each half."""
-    cos, sin = cos.index_select(0, positions).to(dtype), sin.index_select(0, positions).to(dtype)
+    cos, sin = cos.index_select(0, positions), sin.index_select(0, positions)
+    if scaled is not None:
+        angles = positions[scaled.rows, None].float() * scaled.frequencies
+        cos.index_copy_(0, scaled.rows, angles.cos() * scaled.factors)
+        sin.index_copy_(0, scaled.rows, angles.sin() * scaled.factors)
+    cos, sin = cos.to(dtype), sin.to(dtype)
     return torch.cat((cos, cos), dim=1).unsqueeze(1), torch.cat((-sin, sin), dim=1).unsqueeze(1)
 
 

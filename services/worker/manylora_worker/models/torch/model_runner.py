@@ -19,6 +19,7 @@ from manylora_shared.ids import AdapterUid
 from torch import Tensor
 
 from manylora_worker.kinds.api import Sampled, StepBatch
+from manylora_worker.models.columns import BaseColumns
 from manylora_worker.models.decoder_weights import DecoderWeights
 from manylora_worker.models.layers.attention import STEP_KEYWORD
 from manylora_worker.models.layers.host_kv import TensorHostKv
@@ -26,7 +27,7 @@ from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.layers.lora_linear import LoraPlanner
 from manylora_worker.models.layers.prompt_scores import answers, score
 from manylora_worker.models.loader import LoadedModel
-from manylora_worker.models.torch.decoder import TorchDecoder
+from manylora_worker.models.torch.decoder import HeadLora, ScaledRows, TorchDecoder
 from manylora_worker.models.torch.inputs import StepInputs, build_inputs, entered_blocks
 from manylora_worker.models.torch.sampler import sample
 from manylora_worker.weights.layout import HostAdapter
@@ -53,6 +54,7 @@ class TorchModelRunner:
         self._cache = cache
         self.host_kv = TensorHostKv(cache.by_block, num_host_blocks)
         self._planner = planner
+        self._columns = BaseColumns(loaded)
         self._thread_id: int | None = None
         self.adapters: dict[AdapterUid, DeviceAdapter] = {}
 
@@ -93,7 +95,8 @@ class TorchModelRunner:
                 return head(inputs.logit_rows).float()
 
     def adapter_bytes(self, adapter: HostAdapter) -> int:
-        return adapter.size_bytes
+        vectors = sum(vector.placed.columns for vector in adapter.extras.vectors)
+        return adapter.size_bytes + 2 * vectors * self._loaded.dtype.itemsize
 
     def reserve_adapter(self, adapter: HostAdapter) -> None:
         """The allocator finds room when the weights come."""
@@ -103,13 +106,18 @@ class TorchModelRunner:
         if device.type != "cuda":
             if self._cache.marks_free:  # the host tier's memory is not to be marked with the device's
                 adapter = replace(adapter, buffer=adapter.buffer.clone())
-            self.adapters[adapter.uid] = adapter.on(device)
+            self.adapters[adapter.uid] = self.placed(adapter)
             return
         stream = torch.cuda.Stream(device)
         with torch.cuda.stream(stream):
             on_device = adapter.on(device)
         stream.synchronize()
         self.adapters[adapter.uid] = on_device
+
+    def placed(self, adapter: HostAdapter) -> DeviceAdapter:
+        """With what it makes of layers' outputs."""
+        placed = adapter.on(self._loaded.device)
+        return replace(placed, columns=self._columns.of(adapter)) if adapter.extras.vectors else placed
 
     def drop_adapter(self, uid: AdapterUid) -> None:
         adapter = self.adapters.pop(uid, None)
@@ -125,12 +133,28 @@ class TorchModelRunner:
         loaded.switch.batch = self._planner.plan(inputs.segments, inputs.num_rows, loaded.device)
         try:
             if self._decoder is not None:
-                residual = self._decoder.layers(inputs.token_ids, inputs.positions, inputs.attention)
-                yield partial(self._decoder.head, residual)
+                scaled = self._scaled_rows(self._decoder, inputs)
+                residual = self._decoder.layers(inputs.token_ids, inputs.positions, inputs.attention, scaled)
+                adapted = HeadLora(len(loaded.sites), inputs.segments)
+                yield partial(self._decoder.head, residual, adapted=adapted or None)
             else:
                 yield self._passed_by_transformers(inputs)
         finally:
             loaded.switch.batch = None
+
+    def _scaled_rows(self, decoder: TorchDecoder, inputs: StepInputs) -> ScaledRows | None:
+        scaled = [(segment, segment.adapter.rope) for segment in inputs.segments if segment.adapter.rope is not None]
+        if not scaled:
+            return None
+        rows = [row for segment, _ in scaled for row in range(segment.first_row, segment.last_row)]
+        counts = torch.tensor([segment.last_row - segment.first_row for segment, _ in scaled])
+        found = [decoder.scaled(rope) for _, rope in scaled]
+        device = self._loaded.device
+        return ScaledRows(
+            torch.tensor(rows, device=device),
+            torch.stack([frequencies for frequencies, _ in found]).repeat_interleave(counts.to(device), 0),
+            torch.tensor([factor for _, factor in found]).repeat_interleave(counts)[:, None].to(device),
+        )
 
     def _scores(self, inputs: StepInputs, head: _Head) -> Sequence[Tensor]:
         scored = inputs.scored

@@ -94,6 +94,12 @@ class Door:
         return model.limits.max_context_tokens if model is not None else 0
 
     @property
+    def longest_context_tokens(self) -> int:
+        """With any adapter. 0 while no worker was ever seen."""
+        model = self.intake.model_of(self.pool)
+        return model.limits.longest if model is not None else 0
+
+    @property
     def model_digest(self) -> str:
         """Empty while no worker was ever seen."""
         model = self.intake.model_of(self.pool)

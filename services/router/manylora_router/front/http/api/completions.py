@@ -37,7 +37,7 @@ def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[list[RequestI
         max_tokens=1 if max_tokens == 0 else max_tokens,
         top_logprobs=asked.read_logprobs_count(fields, "logprobs"),
     )
-    prompts = _prompts(fields, fields.flag("add_special_tokens", True), door.max_context_tokens)
+    prompts = _prompts(fields, fields.flag("add_special_tokens", True), door.longest_context_tokens)
     told = asked.read_prompt_logprobs(fields, form)
     form = replace(form, prompt_logprobs=told, has_output=max_tokens != 0)
     fields.only("suffix", "")

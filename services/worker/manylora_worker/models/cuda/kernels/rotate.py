@@ -28,8 +28,8 @@ def _rotate_store_kernel(
     eps, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, PARTS: tl.constexpr, HEAD_NORM: tl.constexpr, WEIGHT_PLUS_ONE: tl.constexpr,
-    HAS_OUTPUTS: tl.constexpr, HAS_LORA: tl.constexpr, BY_TILE: tl.constexpr, NUM_SLOTS: tl.constexpr,
-    CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+    ANGLES_BY_ROW: tl.constexpr, HAS_OUTPUTS: tl.constexpr, HAS_LORA: tl.constexpr, BY_TILE: tl.constexpr,
+    NUM_SLOTS: tl.constexpr, CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of BLOCK_M rows: its rotated halves `one` and `two`, and the `rest` that is not rotated."""
     head = tl.program_id(0)
@@ -51,9 +51,10 @@ def _rotate_store_kernel(
     if PDL and HAS_LORA:
         tl.extra.cuda.gdc_wait()
     position = tl.load(positions_ptr + rows, mask=row_mask, other=0)
-    angle = position[:, None].to(tl.int64) * HALF + halves[None, :]
-    cos = tl.load(cos_ptr + angle, mask=mask & (not is_value), other=1.0)
-    sin = tl.load(sin_ptr + angle, mask=mask & (not is_value), other=0.0)
+    if not ANGLES_BY_ROW:
+        angle = position[:, None].to(tl.int64) * HALF + halves[None, :]
+        cos = tl.load(cos_ptr + angle, mask=mask & (not is_value), other=1.0)
+        sin = tl.load(sin_ptr + angle, mask=mask & (not is_value), other=0.0)
     table = tl.load(table_rows_ptr + rows, mask=row_mask, other=0).to(tl.int64)
     block = tl.load(tables_ptr + table * stride_table + position // BLOCK_SIZE, mask=row_mask, other=0)
     if PDL:
@@ -61,6 +62,10 @@ def _rotate_store_kernel(
         tl.extra.cuda.gdc_wait()
     if count <= 0:
         return
+    if ANGLES_BY_ROW:  # behind the wait: they are this step's
+        angle = rows[:, None].to(tl.int64) * HALF + halves[None, :]
+        cos = tl.load(cos_ptr + angle, mask=mask & (not is_value), other=1.0)
+        sin = tl.load(sin_ptr + angle, mask=mask & (not is_value), other=0.0)
     row_at = rows[:, None].to(tl.int64) * WIDTH + start
     at = qkv_ptr + row_at
     one = load_product(at + halves[None, :], stride_part, mask, PARTS)
@@ -152,6 +157,7 @@ def rotate_store(
     num_rows: Tensor,
     lora: LoraRows | None,
     num_slots: int,
+    angles_by_row: bool = False,
     pdl: bool,
 ) -> None:
     """Args:
@@ -159,7 +165,8 @@ def rotate_store(
     q: [rows, heads * head_dim], written.
     cache: the arena from the layer's first element on, written.
     tables, table_rows, positions: see attention.py.
-    cos, sin: float32 [positions, rotated / 2]; a dimension pairs with the one half a rotation on.
+    cos, sin: float32 [positions, rotated / 2], or [rows, rotated / 2] where `angles_by_row`; a dimension pairs with the
+        one half a rotation on.
     num_rows: int32 scalar; rows behind it are left alone.
     lora: of the projection, with `num_slots` 3 (q, k, v) or 1 (a family that fuses them itself).
     """
@@ -188,6 +195,57 @@ def rotate_store(
         BLOCK_HALF=max(16, triton.next_power_of_2(half)), REST=rest,
         BLOCK_REST=max(16, triton.next_power_of_2(max(rest, 1))), BLOCK_SIZE=layout.block_size, BLOCK_M=block_m,
         PARTS=qkv.shape[0], HEAD_NORM=q_norm is not None, WEIGHT_PLUS_ONE=weight_plus_one,
-        HAS_OUTPUTS=outputs is not None, BY_TILE=by_tile, NUM_SLOTS=num_slots, PDL=pdl,
+        ANGLES_BY_ROW=angles_by_row, HAS_OUTPUTS=outputs is not None, BY_TILE=by_tile, NUM_SLOTS=num_slots, PDL=pdl,
         num_warps=1 if block_m <= 2 or by_tile else 4, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@triton.jit
+def _row_angles_kernel(
+    positions_ptr, row_adapters_ptr, num_rows_ptr, ropes_ptr, cos_ptr, sin_ptr, cos_rows_ptr, sin_rows_ptr,
+    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    if row >= tl.load(num_rows_ptr):
+        return
+    halves = tl.arange(0, BLOCK_HALF)
+    mask = halves < HALF
+    position = tl.load(positions_ptr + row)
+    own = ropes_ptr + tl.load(row_adapters_ptr + row).to(tl.int64) * (HALF + 1)
+    factor = tl.load(own + HALF)
+    if factor != 0.0:
+        angle = position.to(tl.float32) * tl.load(own + halves, mask=mask, other=0.0)
+        cos = tl.cos(angle) * factor
+        sin = tl.sin(angle) * factor
+    else:
+        at = position.to(tl.int64) * HALF + halves
+        cos = tl.load(cos_ptr + at, mask=mask, other=1.0)
+        sin = tl.load(sin_ptr + at, mask=mask, other=0.0)
+    out = row.to(tl.int64) * HALF + halves
+    tl.store(cos_rows_ptr + out, cos, mask=mask)
+    tl.store(sin_rows_ptr + out, sin, mask=mask)
+
+
+def row_angles(
+    cos_rows: Tensor,
+    sin_rows: Tensor,
+    *,
+    positions: Tensor,
+    row_adapters: Tensor,
+    ropes: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_rows: Tensor,
+) -> None:
+    """Once a step, so that rows whose adapters rotate in their own way cost the layers nothing.
+
+    Args:
+        cos_rows, sin_rows: float32 [rows, rotated / 2], written.
+        ropes: float32 [adapter slots, rotated / 2 + 1]: an adapter's own frequencies, and the factor of what they give;
+            0: it has none, and the row's angles are those of its position in `cos` and `sin`.
+    """
+    rows, half = cos_rows.shape
+    _row_angles_kernel[(rows,)](
+        positions, row_adapters, num_rows, ropes, cos, sin, cos_rows, sin_rows,
+        HALF=half, BLOCK_HALF=triton.next_power_of_2(half), num_warps=1,
     )  # fmt: skip

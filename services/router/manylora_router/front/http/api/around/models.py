@@ -13,7 +13,6 @@ from manylora_router.front.http.api import asked
 from manylora_router.front.http.api.answers import Door
 from manylora_router.front.http.exchange import Exchange
 from manylora_router.front.intake import Models
-from manylora_router.links.directory import Model
 
 _OWNER = "manylora"
 _VERSION = version_of("manylora")
@@ -59,23 +58,28 @@ def _models(exchange: Exchange, door: Door) -> Models:
 
 
 def _rows(models: Models) -> list[dict[str, Any]]:
-    rows = [_row(name, 0, root=model.name, parent=None, model=model) for name, _, model in models.pools]
+    rows = [
+        _row(name, 0, root=model.name, parent=None, context=model.limits.max_context_tokens)
+        for name, _, model in models.pools
+    ]
     bases = {pool: (name, model) for name, pool, model in models.pools}
     for each in models.adapters:
         # Where an adapter has a base model's name, that name is the base model.
         if each.pool in bases and each.name not in {name for name, _, _ in models.pools}:
             base, model = bases[each.pool]
-            rows.append(_row(each.name, int(each.created_unix_s), root=each.uid, parent=base, model=model))
-    of_parts = {each.name: each.pool for each in models.adapters}
+            context = model.limits.stretched(each.max_context_tokens).max_context_tokens
+            rows.append(_row(each.name, int(each.created_unix_s), root=each.uid, parent=base, context=context))
+    of_parts = {each.name: each for each in models.adapters}
     for name, parts in models.compositions.items():
-        pool = of_parts.get(parse_reference(parts)[0].name)
-        if pool in bases and name not in {base for base, _, _ in models.pools}:
-            base, model = bases[pool]
-            rows.append(_row(name, 0, root=parts, parent=base, model=model))
+        first = of_parts.get(parse_reference(parts)[0].name)
+        if first is not None and first.pool in bases and name not in {base for base, _, _ in models.pools}:
+            base, model = bases[first.pool]
+            context = model.limits.stretched(first.max_context_tokens).max_context_tokens
+            rows.append(_row(name, 0, root=parts, parent=base, context=context))
     return rows
 
 
-def _row(name: str, created: int, *, root: str, parent: str | None, model: Model) -> dict[str, Any]:
+def _row(name: str, created: int, *, root: str, parent: str | None, context: int) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
@@ -83,6 +87,6 @@ def _row(name: str, created: int, *, root: str, parent: str | None, model: Model
         "owned_by": _OWNER,
         "root": root,
         "parent": parent,
-        "max_model_len": model.limits.max_context_tokens,
+        "max_model_len": context,
         "permission": [],
     }

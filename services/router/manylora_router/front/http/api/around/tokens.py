@@ -42,7 +42,7 @@ async def detokenize(exchange: Exchange, door: Door) -> None:
     fields = await door.read(exchange)
     door = await door.at(exchange, fields)
     model = fields.text("model")
-    prompt = TokenPrompt(fields.token_ids("tokens", most=door.max_context_tokens))
+    prompt = TokenPrompt(fields.token_ids("tokens", most=door.longest_context_tokens))
     fields.close()
     fields.check()
     exchange.names = {"prompt": "tokens"}
