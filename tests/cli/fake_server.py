@@ -57,6 +57,7 @@ class FakeRouter:
     audit_segments: list[Segment] = field(default_factory=list)
     audit_heads: list[AuditHeadRecord] = field(default_factory=list)
     silent_router_ids: list[str] = field(default_factory=list)
+    kept: list[data_pb2.ExportTextsResponse] = field(default_factory=list)
     tells_tenant_alone: bool = False
     """Answers `get_status` as a router does to a key of a tenant."""
 
@@ -69,6 +70,8 @@ class FakeRouter:
                 "GetEncryption": self.get_encryption,
                 "RotateEncryption": self.rotate_encryption,
                 "SealStores": self.seal_stores,
+                "ExportTexts": self.export_texts,
+                "EraseTexts": self.erase_texts,
             },
         )
         return [
@@ -208,6 +211,18 @@ class FakeRouter:
         if not self.is_sealing:
             return data_pb2.GetEncryptionResponse()
         return data_pb2.GetEncryptionResponse(on=True, wrapped_by="local-2", data_keys={"local-1": 1, "local-2": 3})
+
+    async def export_texts(
+        self, request: data_pb2.ExportTextsRequest, call: ServerCall
+    ) -> AsyncIterator[data_pb2.ExportTextsResponse]:
+        for each in self.kept:
+            if request.user in ("", each.user):
+                yield each
+
+    async def erase_texts(self, request: data_pb2.EraseTextsRequest, call: ServerCall) -> data_pb2.EraseTextsResponse:
+        gone = [each for each in self.kept if each.user == request.user]
+        self.kept = [each for each in self.kept if each not in gone]
+        return data_pb2.EraseTextsResponse(erased=len(gone))
 
     async def rotate_encryption(
         self, request: data_pb2.RotateEncryptionRequest, call: ServerCall

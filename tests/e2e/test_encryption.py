@@ -8,6 +8,7 @@ import secrets
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
 from manylora.client import Client, RequestFailed
@@ -23,6 +24,7 @@ from manylora_shared.stores.adapter_files import FILE_NAMES, WEIGHTS_NAME
 
 pytestmark = [pytest.mark.e2e, pytest.mark.wide]
 
+SECURITY = "security: {data_retention_days: 7, "
 GATE = "adapters: {gate: {samples: golden, judge: contains, min_score: 0}}\n"
 
 
@@ -35,6 +37,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[LocalCluster]:
         workers=2,
         kv_cache_mb=64,
         encryption="local",
+        http_port=0,
         start_timeout_s=120.0,
     )
     async with LocalCluster(options) as running:
@@ -66,14 +69,14 @@ async def test_nothing_of_a_tenant_is_in_any_file_and_nothing_opens_after_it(
     data = tmp_path / "data"
     weights = (adapter_folder("upper") / WEIGHTS_NAME).read_bytes()
     planted = {f"the weights at {at}": weights[at : at + 48] for at in (64, len(weights) // 2, len(weights) - 48)}
-    prompt, sample = secrets.token_hex(12), secrets.token_hex(12)
-    planted |= {"a prompt": prompt.encode(), "a sample": sample.encode()}
+    prompt, sample, mail = secrets.token_hex(12), secrets.token_hex(12), f"{secrets.token_hex(6)}@example.com"
+    planted |= {"a prompt": prompt.encode(), "a sample": sample.encode(), "an address": mail.encode()}
     async with Client(cluster.router, key=key_of(cluster)) as operator:
         for tenant in ("acme", "birch"):
             await operator.tenants.apply(f"tenant_id: {tenant}\n")
         line = json.dumps({"prompt": f"do:{sample}=", "expected": sample.upper()})
         await operator.adapters.put_samples("acme", "golden", line.encode())
-        await operator.tenants.apply(f"tenant_id: acme\n{GATE}")
+        await operator.tenants.apply(f"tenant_id: acme\n{GATE}{SECURITY}scrub_names: [Ann Bell]}}\n")
         for tenant in ("acme", "birch"):
             await operator.adapters.add(tenant, "upper", adapter_folder("upper"))
         key, _ = await operator.keys.create(["generate"], tenant="acme")
@@ -81,6 +84,12 @@ async def test_nothing_of_a_tenant_is_in_any_file_and_nothing_opens_after_it(
     async with Client(cluster.router, key=key) as acme:
         assert (await acme.complete("do:ab3=", adapter="upper", max_tokens=8)).text.startswith("AB3")
         await acme.complete(f"do:{prompt}=", adapter="upper", max_tokens=8)
+    await asyncio.to_thread(ask_as, cluster, key, "ann", f"do:ab3= (Ann Bell, {mail})")
+    async with Client(cluster.router, key=key_of(cluster), tenant="acme") as operator:
+        kept = [text async for text in operator.texts.export("acme", user="ann")]
+        assert [text.prompt for text in kept] == ["do:ab3= ([name], [email])"]
+        assert len([text async for text in operator.texts.export("acme")]) == 3
+        assert list((data / "adapters" / "documents" / "acme" / "texts").iterdir())
     keyring, store = await keyring_of(cluster, data)
     theirs = await asyncio.to_thread(keyring.sealing, "acme")
     planted["the tenant's data key"] = theirs.secret
@@ -97,6 +106,8 @@ async def test_nothing_of_a_tenant_is_in_any_file_and_nothing_opens_after_it(
     with (copy / sealed_weights(copy, "acme")).open("rb") as file:
         assert SealedFile(file, WEIGHTS_NAME, _Fetched(keyring)).read(64) is not None
     async with Client(cluster.router, key=key_of(cluster)) as operator:
+        assert await operator.texts.erase("ann", "acme") == 1
+        assert [text async for text in operator.texts.export("acme", user="ann")] == []
         await operator.tenants.delete("acme")
         await asyncio.to_thread(expect_sealed, keyring, copy)
         rotated = await operator.encryption.rotate()
@@ -115,6 +126,15 @@ async def test_nothing_of_a_tenant_is_in_any_file_and_nothing_opens_after_it(
     for each, its in ((keyring, store), (later, again)):
         await each.close()
         await its.close()
+
+
+def ask_as(cluster: LocalCluster, key: str, user: str, prompt: str) -> None:
+    body = {"model": "upper", "prompt": prompt, "max_tokens": 4, "user": user}
+    request = Request(f"http://{cluster.http_addresses[0]}/v1/completions", json.dumps(body).encode())
+    request.add_header("Authorization", f"Bearer {key}")
+    request.add_header("Content-Type", "application/json")
+    with urlopen(request, timeout=60) as answer:
+        assert json.loads(answer.read())["choices"]
 
 
 class _Fetched:

@@ -22,7 +22,11 @@ from manylora_shared.stores.adapter_files import CONFIG_NAME, WEIGHTS_NAME, Loca
 from manylora_shared.stores.documents import SAMPLES, LocalDocuments, path_of
 from manylora_sim.store import MemoryStore, MemoryStoreServer
 
-CALL: Any = SimpleNamespace(metadata={}, peer="")
+
+async def will(target: str) -> None: ...
+
+
+CALL: Any = SimpleNamespace(will=will)
 
 
 class Bench:

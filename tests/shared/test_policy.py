@@ -306,10 +306,21 @@ def test_a_percentage_has_the_bounds_of_a_share(written: str) -> None:
         parse_policy(f"tenant_id: a\nclasses:\n  batch: {{weight: 1, slo: {{availability: {written}}}}}\n")
 
 
-def test_a_retention_is_an_upper_bound_which_keeping_nothing_meets() -> None:
-    policy = parse_policy("tenant_id: a\nsecurity: {data_retention_days: 7}\n")
+def test_what_is_kept_and_what_is_scrubbed_of_it() -> None:
+    policy = parse_policy(
+        'tenant_id: a\nsecurity: {data_retention_days: 7, scrub_names: [Ann, "O\'Neil \\"x\\" 名"]}\n'
+    )
     assert policy.security.data_retention_days == 7
+    assert policy.security.scrub_names == ("Ann", 'O\'Neil "x" 名')
     assert parse_policy(policy.to_yaml()) == policy
+
+
+@pytest.mark.parametrize(
+    "written", ["Ann", "[A]", "[[Ann]]", '[" Ann"]', '["A\\nnn"]', f"[{'x' * 129}]", f"[{'Ann, ' * 257}]"]
+)
+def test_names_to_scrub_have_bounds(written: str) -> None:
+    with pytest.raises(InvalidRequest, match="scrub_names"):
+        parse_policy(f"tenant_id: a\nsecurity: {{scrub_names: {written}}}\n")
 
 
 def test_pools_are_a_list_of_names() -> None:

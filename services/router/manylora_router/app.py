@@ -66,6 +66,8 @@ from manylora_router.guard.resume_tokens import ResumeTokens
 from manylora_router.guard.tokens import Issuer, Tokens
 from manylora_router.history.samples import STEP_S
 from manylora_router.keeping.encryption import EncryptionDesk
+from manylora_router.keeping.retention import RetentionDesk
+from manylora_router.keeping.texts import TextKeeper
 from manylora_router.links.acts import Acts
 from manylora_router.links.answer_owners import AnswerOwners
 from manylora_router.links.callers import Callers
@@ -138,6 +140,7 @@ class RouterApp:
         self.scheduler = SchedulerClient(
             router_id=self.router_id, transport=peers, leader_address=self.directory.leader_address, rng=rng
         )
+        self._keeper = self._text_keeper() if keyring is not None else None
         self.calls = self._running_calls(telemetry)
         self.intake = self._front_intake()
         self.bounds = Bounds()
@@ -170,6 +173,16 @@ class RouterApp:
             rng=self._rng,
             tokens=ResumeTokens(self._peer_secret.sign),
             now_unix_s=self._clock.now_unix_s,
+            take_text=self._keeper.take if self._keeper is not None else None,
+        )
+
+    def _text_keeper(self) -> TextKeeper:
+        return TextKeeper(
+            self._documents,
+            policy_of=self.directory.policy_of,
+            now_unix_s=self._clock.now_unix_s,
+            getrandbits=self._rng.getrandbits,
+            max_bytes=self.config.retention_mb << 20,
         )
 
     def _mirrors(self) -> Directory:
@@ -202,6 +215,7 @@ class RouterApp:
             verification=Verification(self._files),
             status=self._status,
             levels=levels,
+            keeps_texts=self._keeper is not None,
             draining=Draining(
                 router_id=self.router_id,
                 directory=self.directory,
@@ -307,7 +321,11 @@ class RouterApp:
             pace=Pace(UPLOAD_BYTES_PER_S),
             own=Places(ADMIN_CAPACITY, kept=ADMIN_KEPT, few=4),
         )
-        return [self._inference.service(inference), self.admin.service(admin), self._encryption.service(admin)]
+        return [
+            self._inference.service(inference),
+            self.admin.service(admin),
+            self._encryption.service(admin, RetentionDesk(self._store, self._keeper).handlers),
+        ]
 
     async def start(self) -> None:
         """Returns when this router serves. Waits for the store as long as it takes."""
@@ -339,6 +357,8 @@ class RouterApp:
             self._tasks.append(asyncio.create_task(self._keyring.failed(), name="data keys"))
         if self._audit is not None:
             self._tasks.append(asyncio.create_task(self._audit.failed(), name="audit log"))
+        if self._keeper is not None:
+            self._tasks.append(asyncio.create_task(self._keeper.run(), name="kept texts"))
         if self.calls.metrics.has_readers:
             self._tasks.append(asyncio.create_task(self._tell_metrics(), name="metrics"))
         self._lease.start()
@@ -378,6 +398,8 @@ class RouterApp:
         self._status.close()
         await self.channels.close()
         await self.directory.close()
+        if self._keeper is not None:
+            await self._keeper.write_all()
         if self._keyring is not None:
             await self._keyring.close()
         await self._texts.close()

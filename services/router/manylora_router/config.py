@@ -42,6 +42,9 @@ class RouterConfig(SealingSettings):
     )
     default_max_tokens: int = setting(128, "output tokens of a request that names no limit", at_least=1)
     max_adapter_mb: int = setting(4096, "largest weight file that an adapter may have, in MiB", at_least=1)
+    retention_mb: int = setting(
+        256, "MiB of kept prompts and answers that a tenant may have in the adapter store", at_least=1
+    )
     http_listen: str = setting("", "host:port of the OpenAI HTTP API; port 0: any free one; empty: none")
     console: bool = setting(True, "pages for operators and tenants at /console of the HTTP API's address")
     drain_s: float = setting(5.0, "how long running requests may go on after a SIGTERM", at_least=0)

@@ -18,6 +18,7 @@ from manylora.cli.commands.encryption_commands import encryption_app
 from manylora.cli.commands.key_commands import key_app
 from manylora.cli.commands.load_command import load
 from manylora.cli.commands.on_cluster import on_cluster
+from manylora.cli.commands.retention_commands import retention_app
 from manylora.cli.commands.tenant_commands import tenant_app
 from manylora.cli.commands.up_command import up
 from manylora.cli.constraint_options import with_constraint_options
@@ -42,6 +43,7 @@ app.add_typer(audit_app, name="audit")
 app.add_typer(adapter_app, name="adapter")
 app.add_typer(cache_app, name="cache")
 app.add_typer(encryption_app, name="encryption")
+app.add_typer(retention_app, name="retention")
 app.command()(load)
 app.command()(up)
 

@@ -41,7 +41,7 @@ from manylora.client.cluster import (
 )
 from manylora.client.credentials import find_ca, find_key, trusting
 from manylora.client.folder import AdapterFolder, upload_parts
-from manylora.client.keys import Audit, Keys, Sealing
+from manylora.client.keys import Audit, KeptTexts, Keys, Sealing
 from manylora.client.messages import (
     adapter_from,
     change_from,
@@ -262,6 +262,7 @@ class Client:
         self.keys = Keys(self._caller)
         self.encryption = Sealing(self._caller)
         self.audit = Audit(self._caller)
+        self.texts = KeptTexts(self._caller)
         self.adapters = Adapters(self._caller)
 
     def generate(

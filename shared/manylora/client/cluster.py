@@ -453,3 +453,16 @@ class SealedItem:
     tenant_id: str
     what: str
     problem: str
+
+
+@dataclass(frozen=True)
+class KeptText:
+    """A request that was kept, scrubbed. whole: the answer ended, and nothing was cut off."""
+
+    request_id: str
+    at_unix_s: float
+    user: str
+    adapter: str
+    prompt: str
+    answers: tuple[str, ...]
+    whole: bool

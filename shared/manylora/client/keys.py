@@ -1,4 +1,4 @@
-"""API keys, the sealing of stores and the audit log, as a client that may sees to them."""
+"""API keys, the sealing of stores, kept texts and the audit log, as a client that may sees to them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from manylora_shared.errors import RpcError
 from manylora_shared.transport.base import methods_of
 
 from manylora.client.caller import DEFAULT_TIMEOUT_S, Caller
-from manylora.client.cluster import Encryption, KeyInfo, RotatedEncryption, SealedItem
+from manylora.client.cluster import Encryption, KeptText, KeyInfo, RotatedEncryption, SealedItem
 from manylora.client.messages import key_from
 from manylora.v1 import admin_pb2, data_pb2
 
@@ -142,3 +142,26 @@ class Audit:
             stream.cancel()
         found.segments = [Segment(*name, bytes(data)) for name, data in sorted(parts.items())]
         return found
+
+
+class KeptTexts:
+    """Prompts and answers that a tenant's policy keeps. A key of the tenant needs to name none."""
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+
+    async def export(
+        self, tenant: str = "", *, user: str = "", timeout_s: float | None = None
+    ) -> AsyncIterator[KeptText]:
+        """Of one end user, or with an empty one of all; oldest first."""
+        request = data_pb2.ExportTextsRequest(tenant_id=tenant, user=user)
+        async for each in self._caller.answers(_DATA["ExportTexts"], request, timeout_s=timeout_s):
+            yield KeptText(
+                each.request_id, each.at_unix_s, each.user, each.adapter, each.prompt, tuple(each.answers), each.whole
+            )
+
+    async def erase(self, user: str, tenant: str = "", *, timeout_s: float = ROTATE_TIMEOUT_S) -> int:
+        """How many texts of the end user went."""
+        request = data_pb2.EraseTextsRequest(tenant_id=tenant, user=user)
+        answer = await self._caller.call(_DATA["EraseTexts"], request, timeout_s=timeout_s)
+        return int(answer.erased)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16manylora/v1/data.proto\x12\x0bmanylora.v1\"\x16\n\x14GetEncryptionRequest\"\xad\x01\n\x15GetEncryptionResponse\x12\n\n\x02on\x18\x01 \x01(\x08\x12\x12\n\nwrapped_by\x18\x02 \x01(\t\x12\x43\n\tdata_keys\x18\x03 \x03(\x0b\x32\x30.manylora.v1.GetEncryptionResponse.DataKeysEntry\x1a/\n\rDataKeysEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x19\n\x17RotateEncryptionRequest\"T\n\x18RotateEncryptionResponse\x12\x12\n\nwrapped_by\x18\x01 \x01(\t\x12\x11\n\trewrapped\x18\x02 \x01(\r\x12\x11\n\tforgotten\x18\x03 \x01(\x08\"&\n\x11SealStoresRequest\x12\x11\n\ttenant_id\x18\x01 \x01(\t\"F\n\x12SealStoresResponse\x12\x11\n\ttenant_id\x18\x01 \x01(\t\x12\x0c\n\x04what\x18\x02 \x01(\t\x12\x0f\n\x07problem\x18\x03 \x01(\t2\x97\x02\n\x0b\x44\x61taService\x12V\n\rGetEncryption\x12!.manylora.v1.GetEncryptionRequest\x1a\".manylora.v1.GetEncryptionResponse\x12_\n\x10RotateEncryption\x12$.manylora.v1.RotateEncryptionRequest\x1a%.manylora.v1.RotateEncryptionResponse\x12O\n\nSealStores\x12\x1e.manylora.v1.SealStoresRequest\x1a\x1f.manylora.v1.SealStoresResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16manylora/v1/data.proto\x12\x0bmanylora.v1\"\x16\n\x14GetEncryptionRequest\"\xad\x01\n\x15GetEncryptionResponse\x12\n\n\x02on\x18\x01 \x01(\x08\x12\x12\n\nwrapped_by\x18\x02 \x01(\t\x12\x43\n\tdata_keys\x18\x03 \x03(\x0b\x32\x30.manylora.v1.GetEncryptionResponse.DataKeysEntry\x1a/\n\rDataKeysEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x19\n\x17RotateEncryptionRequest\"T\n\x18RotateEncryptionResponse\x12\x12\n\nwrapped_by\x18\x01 \x01(\t\x12\x11\n\trewrapped\x18\x02 \x01(\r\x12\x11\n\tforgotten\x18\x03 \x01(\x08\"&\n\x11SealStoresRequest\x12\x11\n\ttenant_id\x18\x01 \x01(\t\"F\n\x12SealStoresResponse\x12\x11\n\ttenant_id\x18\x01 \x01(\t\x12\x0c\n\x04what\x18\x02 \x01(\t\x12\x0f\n\x07problem\x18\x03 \x01(\t\"5\n\x12\x45xportTextsRequest\x12\x11\n\ttenant_id\x18\x01 \x01(\t\x12\x0c\n\x04user\x18\x02 \x01(\t\"\x8b\x01\n\x13\x45xportTextsResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tat_unix_s\x18\x02 \x01(\x01\x12\x0c\n\x04user\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\x12\x0e\n\x06prompt\x18\x05 \x01(\t\x12\x0f\n\x07\x61nswers\x18\x06 \x03(\t\x12\r\n\x05whole\x18\x07 \x01(\x08\"4\n\x11\x45raseTextsRequest\x12\x11\n\ttenant_id\x18\x01 \x01(\t\x12\x0c\n\x04user\x18\x02 \x01(\t\"$\n\x12\x45raseTextsResponse\x12\x0e\n\x06\x65rased\x18\x01 \x01(\r2\xba\x03\n\x0b\x44\x61taService\x12V\n\rGetEncryption\x12!.manylora.v1.GetEncryptionRequest\x1a\".manylora.v1.GetEncryptionResponse\x12_\n\x10RotateEncryption\x12$.manylora.v1.RotateEncryptionRequest\x1a%.manylora.v1.RotateEncryptionResponse\x12O\n\nSealStores\x12\x1e.manylora.v1.SealStoresRequest\x1a\x1f.manylora.v1.SealStoresResponse0\x01\x12R\n\x0b\x45xportTexts\x12\x1f.manylora.v1.ExportTextsRequest\x1a .manylora.v1.ExportTextsResponse0\x01\x12M\n\nEraseTexts\x12\x1e.manylora.v1.EraseTextsRequest\x1a\x1f.manylora.v1.EraseTextsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,6 +47,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SEALSTORESREQUEST']._serialized_end=390
   _globals['_SEALSTORESRESPONSE']._serialized_start=392
   _globals['_SEALSTORESRESPONSE']._serialized_end=462
-  _globals['_DATASERVICE']._serialized_start=465
-  _globals['_DATASERVICE']._serialized_end=744
+  _globals['_EXPORTTEXTSREQUEST']._serialized_start=464
+  _globals['_EXPORTTEXTSREQUEST']._serialized_end=517
+  _globals['_EXPORTTEXTSRESPONSE']._serialized_start=520
+  _globals['_EXPORTTEXTSRESPONSE']._serialized_end=659
+  _globals['_ERASETEXTSREQUEST']._serialized_start=661
+  _globals['_ERASETEXTSREQUEST']._serialized_end=713
+  _globals['_ERASETEXTSRESPONSE']._serialized_start=715
+  _globals['_ERASETEXTSRESPONSE']._serialized_end=751
+  _globals['_DATASERVICE']._serialized_start=754
+  _globals['_DATASERVICE']._serialized_end=1196
 # @@protoc_insertion_point(module_scope)

@@ -1,7 +1,7 @@
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -56,3 +56,43 @@ class SealStoresResponse(_message.Message):
     what: str
     problem: str
     def __init__(self, tenant_id: _Optional[str] = ..., what: _Optional[str] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class ExportTextsRequest(_message.Message):
+    __slots__ = ("tenant_id", "user")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    user: str
+    def __init__(self, tenant_id: _Optional[str] = ..., user: _Optional[str] = ...) -> None: ...
+
+class ExportTextsResponse(_message.Message):
+    __slots__ = ("request_id", "at_unix_s", "user", "adapter", "prompt", "answers", "whole")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    AT_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    at_unix_s: float
+    user: str
+    adapter: str
+    prompt: str
+    answers: _containers.RepeatedScalarFieldContainer[str]
+    whole: bool
+    def __init__(self, request_id: _Optional[str] = ..., at_unix_s: _Optional[float] = ..., user: _Optional[str] = ..., adapter: _Optional[str] = ..., prompt: _Optional[str] = ..., answers: _Optional[_Iterable[str]] = ..., whole: _Optional[bool] = ...) -> None: ...
+
+class EraseTextsRequest(_message.Message):
+    __slots__ = ("tenant_id", "user")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    user: str
+    def __init__(self, tenant_id: _Optional[str] = ..., user: _Optional[str] = ...) -> None: ...
+
+class EraseTextsResponse(_message.Message):
+    __slots__ = ("erased",)
+    ERASED_FIELD_NUMBER: _ClassVar[int]
+    erased: int
+    def __init__(self, erased: _Optional[int] = ...) -> None: ...

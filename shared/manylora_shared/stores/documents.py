@@ -6,6 +6,7 @@ and under its path.
 
 #     <root>/documents/<tenant>/samples/<name>         replaced by its tenant
 #     <root>/documents/<tenant>/reports/<sha256>       never changed; goes when no version names it
+#     <root>/documents/<tenant>/texts/<unix s>-<random>   goes in time, or with an end user's erasure
 
 from __future__ import annotations
 
@@ -37,6 +38,8 @@ from manylora_shared.stores.bucket_files import place_of
 
 SAMPLES = "samples"
 REPORTS = "reports"
+TEXTS = "texts"  # and erasures: of requests, where a policy keeps them (the router's keeping/texts.py)
+ERASURES = "erasures"
 _PART_BYTES = 1 << 20
 
 

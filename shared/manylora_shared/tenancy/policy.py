@@ -26,6 +26,7 @@ from manylora_shared.ids import (
     adapter_uid,
     name_problem,
 )
+from manylora_shared.policy_text import MAX_SCRUB_NAMES, SCRUB_NAME_RULE, given, is_scrub_name, scalar
 from manylora_shared.tenancy.adapter_gate import MAX_ANSWER_TOKENS, MAX_TIMEOUT_S, GateRule, Judge
 from manylora_shared.tenancy.degrade import NO_DEGRADE, Degrade, DegradeReader
 
@@ -126,7 +127,8 @@ class TenantQuotas:
 @dataclass(frozen=True)
 class TenantSecurity:
     can_stream: bool = True  # False: an answer is handed out whole
-    data_retention_days: int = 0  # the most; nothing is ever kept, so each value is met
+    data_retention_days: int = 0  # for which prompts and answers are kept, sealed; 0: they are not
+    scrub_names: tuple[str, ...] = ()  # what is taken out of kept texts, beside what the rules find
 
 
 def _default_classes() -> dict[QosClass, ClassPolicy]:
@@ -166,12 +168,12 @@ class TenantPolicy:
             policy = self.classes[qos_class]
             lines += [f"  {qos_class.value}:", f"    weight: {policy.weight}"]
             if policy.token_bucket is not None:
-                lines += ["    token_bucket:", *_given(policy.token_bucket, "      ")]
+                lines += ["    token_bucket:", *given(policy.token_bucket, "      ")]
             if policy.slo is not None:
-                lines += ["    slo:", *_given(policy.slo, "      ")]
+                lines += ["    slo:", *given(policy.slo, "      ")]
             if policy.speculates:
                 lines.append(f"    speculation: {_PROMPT_LOOKUP}")
-        quotas = _given(self.quotas, "  ") + _given(self.limits, "  ")
+        quotas = given(self.quotas, "  ") + given(self.limits, "  ")
         if quotas:
             lines += ["quotas:", *quotas]
         if self.pinned_adapters or self.share_copies or self.adapter_gate is not None or self.compositions:
@@ -181,30 +183,18 @@ class TenantPolicy:
         if self.share_copies:
             lines += ["  share_copies: true"]
         if self.adapter_gate is not None:
-            lines += ["  gate:", *_given(self.adapter_gate, "    ")]
+            lines += ["  gate:", *given(self.adapter_gate, "    ")]
         if self.compositions:
             lines += ["  compose:", *(f'    "{name}": "{parts}"' for name, parts in self.compositions.items())]
         if self.cache_group is not None:
             lines += ["prefix_cache:", f'  group: "{self.cache_group}"']
         if self.pools != (DEFAULT_POOL,):
-            lines.append(f"pools: [{', '.join(_scalar(pool) for pool in self.pools)}]")
+            lines.append(f"pools: [{', '.join(scalar(pool) for pool in self.pools)}]")
         if self.degrade.steps:
             lines.append(f"degrade: {self.degrade.to_yaml()}")
         if self.security != TenantSecurity():
-            lines += ["security:", *_given(self.security, "  ")]
+            lines += ["security:", *given(self.security, "  ")]
         return "\n".join(lines) + "\n"
-
-
-def _given(values: TokenRate | Slo | TenantLimits | TenantQuotas | TenantSecurity | GateRule, indent: str) -> list[str]:
-    return [f"{indent}{name}: {_scalar(value)}" for name, value in vars(values).items() if value is not None]
-
-
-def _scalar(value: bool | int | float | str) -> str:
-    if isinstance(value, str):
-        return f'"{value}"'
-    if isinstance(value, float):  # never as 1e-06
-        return f"{value:.6f}".rstrip("0").rstrip(".")
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @functools.lru_cache(maxsize=_KEPT_POLICIES)
@@ -509,6 +499,15 @@ class _Reader:
         if found == []:
             self._add(path, node, "needs the key group")
 
+    def _scrub_names(self, path: str, node: yaml.Node) -> tuple[str, ...]:
+        items = node.value if isinstance(node, yaml.SequenceNode) else None
+        if items is None or len(items) > MAX_SCRUB_NAMES:
+            self._add(path, node, f"must be a list of {MAX_SCRUB_NAMES} texts at most")
+        for index, item in enumerate(items or ()):
+            if not isinstance(item, yaml.ScalarNode) or not is_scrub_name(item.value):
+                self._add(f"{path}[{index}]", item, SCRUB_NAME_RULE)
+        return tuple(str(item.value) for item in items or ())
+
     def _security(self, path: str, node: yaml.Node, security: dict[str, Any]) -> None:
         def read_can_stream(at: str, value: yaml.Node) -> None:
             if (can_stream := self._bool(at, value)) is not None:
@@ -519,7 +518,9 @@ class _Reader:
             if days is not None:
                 security["data_retention_days"] = days
 
-        self._mapping(path, node, {"can_stream": read_can_stream, "data_retention_days": read_retention})
+        readers: dict[str, _Read] = {"can_stream": read_can_stream, "data_retention_days": read_retention}
+        readers["scrub_names"] = lambda at, value: security.update(scrub_names=self._scrub_names(at, value))
+        self._mapping(path, node, readers)
 
     def _integers(
         self,

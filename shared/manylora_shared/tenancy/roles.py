@@ -29,6 +29,8 @@ class Scope(enum.StrEnum):
     TRACES_READ = "traces:read"
     USAGE_READ = "usage:read"
     AUDIT_READ = "audit:read"
+    TEXTS_READ = "texts:read"
+    TEXTS_ERASE = "texts:erase"
     CLUSTER_WRITE = "cluster:write"
     # What keys of before roles have; each permits several of those above.
     ADMIN = "admin"
@@ -71,6 +73,8 @@ _ADAPTERS = frozenset(
 )
 _ALL = frozenset(Scope) - TENANT_SCOPES - {Scope.GATEWAY, Scope.OPERATOR}
 
+_OWN = frozenset({Scope.KEYS_READ, Scope.KEYS_WRITE, Scope.TEXTS_READ, Scope.TEXTS_ERASE})
+
 WIDE: Mapping[str, frozenset[Scope]] = {
     Scope.GENERATE: frozenset({Scope.GENERATE}) | _SEES,
     Scope.ADMIN: _SEES | _ADAPTERS | {Scope.TENANTS_READ, Scope.USAGE_READ},
@@ -81,7 +85,7 @@ ROLES: Mapping[str, frozenset[Scope]] = {
     Role.CLUSTER_OPERATOR: _ALL - {Scope.TENANTS_DELETE, Scope.CLUSTER_KEYS},
     Role.VIEWER: _SEES | {Scope.TENANTS_READ, Scope.KEYS_READ, Scope.SAMPLES_READ, Scope.USAGE_READ, Scope.AUDIT_READ},
     Role.BILLING: frozenset({Scope.TENANTS_READ, Scope.USAGE_READ}),
-    Role.TENANT_ADMIN: WIDE[Scope.GENERATE] | WIDE[Scope.ADMIN] | {Scope.KEYS_READ, Scope.KEYS_WRITE},
+    Role.TENANT_ADMIN: WIDE[Scope.GENERATE] | WIDE[Scope.ADMIN] | _OWN,
     Role.GENERATE: WIDE[Scope.GENERATE],
 }
 

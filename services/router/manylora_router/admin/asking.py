@@ -82,6 +82,7 @@ class Asking:
             request_class=QosClass.BATCH.value,
             priority=_PRIORITY,
             sampling=Sampling(temperature=0.0, seed=0),
+            is_own=True,
         )
 
     async def answer(self, subject: Subject, sample: Sample, judge: str, max_tokens: int) -> Judged:

@@ -73,6 +73,7 @@ class AdminServicer:
         levels: ServiceLevels,
         draining: Draining,
         audit: AuditReader,
+        keeps_texts: bool,
         clock: WallClock,
         rng: random.Random,
     ) -> None:
@@ -90,6 +91,7 @@ class AdminServicer:
         self._levels = levels
         self._draining = draining
         self._audit = audit
+        self._keeps_texts = keeps_texts
 
     @property
     def handlers(self) -> dict[str, Callable[..., Any]]:
@@ -147,6 +149,9 @@ class AdminServicer:
             await call.will(f"tenant {policy.tenant_id}", stored.value if stored is not None else None, value)
             result = await self._store.txn([Compare(key, before)], [Put(key, value)])
             if result.succeeded:
+                if policy.security.data_retention_days and not self._keeps_texts:
+                    more = fields(tenant=policy.tenant_id)
+                    _LOG.warning("a policy keeps texts, and without --encryption none are kept", extra=more)
                 await self._directory.tenant_seen(policy.tenant_id, result.revision)
                 answer.version = version + 1
                 return answer

@@ -67,9 +67,16 @@ async def _run(request: RequestInput, intake: Intake, calls: Calls) -> AsyncGene
             job, permit = await intake.admit(request, tenant, call)
             span.set(Attribute.PROMPT_TOKENS, len(job.prompt_token_ids))
             call.begin(job, permit)
-        while frames := await call.advance():
-            for frame in frames:
-                await intake.take_turn(tenant, request.qos_class)
-                call.writes.begin()
-                yield frame
-                call.writes.end()
+        tape = calls.tapes.begin(tenant, request, call.request_id)
+        try:
+            while frames := await call.advance():
+                if tape is not None:
+                    tape.told(frames)
+                for frame in frames:
+                    await intake.take_turn(tenant, request.qos_class)
+                    call.writes.begin()
+                    yield frame
+                    call.writes.end()
+        finally:
+            if tape is not None:
+                tape.end()

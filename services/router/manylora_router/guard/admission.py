@@ -142,6 +142,7 @@ class RequestInput:
     resume: Resume | None = None  # it goes on with an answer
     is_hedge: bool = False
     limits: KeyLimits | None = None  # of the key that it came with
+    is_own: bool = False  # the router's, of samples: its texts stand in the store already
     candidate: Adapter | None = None  # in place of `adapter`: what no front can name, the quality gate's alone
 
     @property

@@ -70,6 +70,8 @@ RPCS: Mapping[str, Rule] = {
     "DataService/GetEncryption": Rule((Scope.METRICS_READ,), is_clusters=True),
     "DataService/RotateEncryption": _act(Scope.CLUSTER_WRITE),
     "DataService/SealStores": _act(Scope.CLUSTER_WRITE),
+    "DataService/ExportTexts": _act(Scope.TEXTS_READ),
+    "DataService/EraseTexts": _act(Scope.TEXTS_ERASE),
 }
 
 # A path that ends in `/` has something behind it.

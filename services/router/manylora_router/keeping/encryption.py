@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from manylora.v1 import data_pb2
@@ -35,11 +35,13 @@ class EncryptionDesk:
         self._files = files
         self._documents = documents
 
-    def service(self, gate: Gate) -> Service:
+    def service(self, gate: Gate, more: Mapping[str, Callable[..., Any]]) -> Service:
+        """more: the other handlers of DataService."""
         handlers: dict[str, Callable[..., Any]] = {
             "GetEncryption": self.get,
             "RotateEncryption": self.rotate,
             "SealStores": self.seal,
+            **more,
         }
         return Service(_SERVICE, self._entrance.guarded(_SERVICE, handlers), gate=gate)
 

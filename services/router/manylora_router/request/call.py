@@ -41,6 +41,7 @@ from manylora_router.request.job import Job
 from manylora_router.request.reckoning import Reckonings
 from manylora_router.request.record import Record, tokens_in
 from manylora_router.request.stream_writes import StreamWrites
+from manylora_router.request.tapes import KeptText, Tapes
 from manylora_router.text.texts import Texts
 
 _LOG = logging.getLogger(__name__)
@@ -74,7 +75,9 @@ class Calls:
         rng: random.Random,
         tokens: ResumeTokens,
         now_unix_s: Callable[[], float],
+        take_text: Callable[[KeptText], None] | None = None,
     ) -> None:
+        self.tapes = Tapes(directory.policy_of, now_unix_s, take_text)
         self.counters = CallCounters()
         self.tokens = tokens
         self.now_unix_s = now_unix_s
