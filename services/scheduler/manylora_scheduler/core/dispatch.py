@@ -235,7 +235,7 @@ class Dispatch:
         held = {(flow, worker_id) for worker_id, flows in self._held_on.items() for flow in flows}
         assert held == {(flow, worker_id) for flow, workers in self.held.items() for worker_id in workers}
         assert all(self.held.values())
-        assert self.apart == Counter(flow.tenant_id for flow in self.held)
+        assert self.apart == Counter([flow.tenant_id for flow in self.held])
 
 
 def _allow_all(worker: WorkerView) -> bool:
