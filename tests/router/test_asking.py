@@ -64,7 +64,7 @@ class Cluster:
         return [ord(each) for each in request.prompt.text], 256
 
     def asking(self) -> Asking:
-        return Asking(self.generate, self.tokenize, TenantId("acme"), "Bearer lent")
+        return Asking(self.generate, self.tokenize, TenantId("acme"), "Bearer lent", "small")
 
 
 def run(work: Any) -> Any:
@@ -81,6 +81,7 @@ def test_a_sample_is_asked_in_batch_greedily_and_behind_the_tenants_others() -> 
     chat = replace(SAMPLE, prompt=None, messages=[("user", "hi")], max_tokens=3)
     run(cluster.asking().answer(CANDIDATE, chat, "exact", 7))
     assert cluster.asked[-1].prompt == ChatPrompt([("user", "hi")])
+    assert cluster.asked[-1].model == "small"
     assert (cluster.asked[-1].adapter, cluster.asked[-1].candidate, cluster.asked[-1].max_tokens) == (
         "",
         CANDIDATE.candidate,

@@ -63,6 +63,8 @@ def test_records_with_wrong_types_are_named_and_left_out_and_all_else_is_listed(
                 for wrong in WRONG:
                     name = f"bad{planted}"
                     record = {**json.loads(right.value), own[prefix]: name, field: wrong}
+                    if wrong is True and isinstance(json.loads(right.value)[field], bool):
+                        continue
                     if isinstance(wrong, int) and field.endswith("unix_s") and wrong is not True:
                         continue
                     path = f"{record['tenant_id']}/{name}" if prefix == keys.ADAPTERS and field != "tenant_id" else name
