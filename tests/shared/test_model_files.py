@@ -11,7 +11,6 @@ import pytest
 import typer
 from manylora.cli import cluster
 from manylora_router import __main__ as router_main
-from manylora_router.config import RouterConfig
 from manylora_router.text.service import TokenIdsOnlyText
 from manylora_shared.stores.model_files import ModelNotFound, hub_cache, model_folder, model_name
 
@@ -80,6 +79,6 @@ def test_the_command_line_gives_the_services_the_hub_id(snapshot: Path) -> None:
 
 
 def test_the_router_looks_for_the_tokenizer_there(snapshot: Path) -> None:
-    assert isinstance(router_main.load_text(RouterConfig(adapter_store="x", model=HUB_ID)), TokenIdsOnlyText)
+    assert isinstance(router_main.load_text(HUB_ID), TokenIdsOnlyText)
     with pytest.raises(ModelNotFound):
-        router_main.load_text(RouterConfig(adapter_store="x", model="acme/other"))
+        router_main.load_text("acme/other")

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from tempfile import mkdtemp
 
+import manylora_shared.transport.grpc_polling  # noqa: F401  before anything imports grpc
 from manylora.v1 import worker_pb2
 from manylora_shared.audit.log import AuditLog
 from manylora_shared.audit.signing import signer_of

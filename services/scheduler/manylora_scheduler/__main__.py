@@ -8,6 +8,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import NoReturn, TypeVar
 
+import manylora_shared.transport.grpc_polling  # noqa: F401  before anything imports grpc
 from manylora_shared.process import compiled
 from manylora_shared.process import loop as service_loop
 from manylora_shared.process.config import load

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+import manylora_shared.transport.grpc_polling  # noqa: F401  before anything imports grpc
 from manylora_shared.process import loop as service_loop
 from manylora_shared.process.clock import SystemClock
 from manylora_shared.process.config import load
