@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from manylora_scheduler.gates.signals import HORIZON_S, LOOK_S, TARGET_LOAD, PoolSignals, Seen, Signals, Trend
 
@@ -61,6 +61,7 @@ def test_a_prediction_is_never_below_zero_and_of_no_unit(rates: list[float], fac
         max_size=30,
     )
 )  # fmt: skip
+@example([Seen(1, 0.0, 2e-313, 0, 0.0, 0.0, 1.0, 0.0), Seen(1, 1.0, 0.0, 0, 0.0, 0.0, 0.0, 0.0)])
 def test_what_is_wanted_has_bounds(pool: list[Seen]) -> None:
     signals = PoolSignals()
     for i, each in enumerate(pool):

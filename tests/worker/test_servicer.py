@@ -364,7 +364,7 @@ def test_that_a_request_has_begun_is_told_with_its_first_token_or_before_long() 
             assert (await soon.read()).HasField("started")
             told = now()
             assert (await soon.read()).HasField("tokens")
-            assert now() - told < 0.001, "they leave together"
+            assert now() - told < 0.004, "they leave together"  # less than a step; messages travel for up to 2 ms
             assert (await late.read()).HasField("started")
             assert 0.02 <= now() - began < 0.03, "its prompt takes more steps than that"
 

@@ -15,10 +15,14 @@ from tests.fuzz.harness import Harness
 
 def run(data: bytes) -> None:
     legacy = clock_codec.decode(zlib.compress(data, 1) if data[:1] == b"{" else data)
-    queue: FairQueue[FlowKey, RequestId] = FairQueue()
-    restore(queue, legacy.clock)
-    resume(queue)
-    assert clock_codec.decode(b"".join(clock_codec.encode(legacy))).clock.clock == legacy.clock.clock
+    for clock in legacy.clocks.values():
+        queue: FairQueue[FlowKey, RequestId] = FairQueue()
+        restore(queue, clock)
+        resume(queue)
+    again = clock_codec.decode(b"".join(clock_codec.encode(legacy)))
+    assert {pool: clock.clock for pool, clock in again.clocks.items()} == (
+        {pool: clock.clock for pool, clock in legacy.clocks.items()}
+    )
 
 
 HARNESS = Harness(run, documented=(ValueError,))

@@ -91,12 +91,13 @@ class PoolSignals:
 
     def _wanted(self, seen: Seen, tps: float) -> int:
         """At most twice what there are and one more: what is learned of these comes before the next."""
+        most = 2 * seen.workers + 1
         found = seen.workers
         if self._per_worker_tps:
-            found = math.ceil(tps / (TARGET_LOAD * self._per_worker_tps) - 1e-9)
+            found = math.ceil(min(tps / (TARGET_LOAD * self._per_worker_tps), most) - 1e-9)
         if seen.queued and (seen.kv_part >= FULL or not seen.workers):
             found = max(found, seen.workers + 1)
-        return max(1, min(found, 2 * seen.workers + 1))
+        return max(1, min(found, most))
 
 
 def _mix(before: float, value: float, faded: float) -> float:
