@@ -147,6 +147,11 @@ CLUSTER = (
             "prompts": gauge(Metrics.QUARANTINED_PROMPTS),
         },
     ),
+    Panel(
+        "Usage ledger: not sent yet",
+        "bytes",
+        {"logs": gauge(Metrics.LEDGER_BACKLOG)},
+    ),
     Panel("Used part of etcd's quota", "percentunit", {"etcd": gauge(Metrics.ETCD_USED_PART, over="max")}),
     Panel(
         "Certificates end in",
@@ -454,6 +459,20 @@ def rules() -> dict[str, Any]:
                         _some(Metrics.ROLLOUT_DECISIONS, 'kind="rollback"', Attribute.REASON),
                         "ticket",
                         "A rollout took its adapter's new version back: {{ $labels.reason }}",
+                    ),
+                    _rule(
+                        "LedgerDown",
+                        f"max({Metrics.LEDGER_DOWN.series}) > 0",
+                        "ticket",
+                        "The usage ledger takes no rows; routers keep them on their disks",
+                        "5m",
+                    ),
+                    _rule(
+                        "LedgerFull",
+                        f"max({Metrics.LEDGER_FULL.series}) > 0 or "
+                        f"sum(increase({Metrics.LEDGER_DROPPED.series}[5m])) > 0",
+                        "page",
+                        "A router's log of the usage ledger has no room: requests are refused, or not counted",
                     ),
                     _rule(
                         "EtcdFillsUp",

@@ -99,9 +99,10 @@ OWN_EXTRAS = {
     "services/worker/manylora_worker/models/cuda/kernels": "cuda",
     "shared/manylora/load": "load",
     "shared/manylora_shared/encryption/aws_kms.py": "aws",
+    "shared/manylora_shared/parquet": "parquet",
 }
 """What the package around them does without: Triton on a worker without a GPU, an HTTP client beside the command,
-AWS's client."""
+AWS's client, Parquet beside the ledger."""
 
 
 @pytest.mark.parametrize(

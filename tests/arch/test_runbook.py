@@ -44,6 +44,8 @@ def resolve(words: list[str]) -> None:
     command: Any = typer.main.get_command(app)  # of typer's own copy of click
     rest = list(words)
     while hasattr(command, "commands"):
+        if command.invoke_without_command and (not rest or rest[0].startswith("-")):
+            break
         assert rest, f"{' '.join(words)}: a command is missing"
         command = command.commands.get(rest.pop(0))
         assert command is not None, f"manylora {' '.join(words)}: there is no such command"

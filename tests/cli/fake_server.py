@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from manylora.v1 import admin_pb2, common_pb2, data_pb2, inference_pb2, status_pb2
+from manylora.v1 import admin_pb2, common_pb2, data_pb2, inference_pb2, status_pb2, usage_pb2
 from manylora_shared.audit.verify import Segment
 from manylora_shared.coordination.records import AuditHeadRecord
 from manylora_shared.errors import (
@@ -46,6 +46,7 @@ class FakeRouter:
     checks: list[tuple[admin_pb2.AddAdapterHeader, dict[str, bytes]]] = field(default_factory=list)
     samples: dict[tuple[str, str], bytes] = field(default_factory=dict)
     line_changes: list[Any] = field(default_factory=list)
+    usage_asked: list[usage_pb2.GetUsageRequest] = field(default_factory=list)
     largest_chunk_bytes: int = 0
     failures_left: int = 0
     cancelled: int = 0
@@ -111,9 +112,28 @@ class FakeRouter:
                     "Drain": self.drain,
                     "DropWorkerCaches": self.drop_worker_caches,
                     "GetStatus": self.get_status,
+                    "GetUsage": self.get_usage,
                 },
             ),
         ]
+
+    async def get_usage(self, request: usage_pb2.GetUsageRequest, call: ServerCall) -> usage_pb2.GetUsageResponse:
+        self.usage_asked.append(request)
+        amounts = {"prompt_tokens": 1234, "completion_tokens": 56, "price_nanos": 1_500_000, "kv_byte_seconds": 7.2e12}
+        if request.by or request.total:
+            fields = {"version": "adapter_version", "class": "qos_class"}
+            words = {fields.get(name, name): "2026-11-25" if name == "day" else "acme" for name in request.by}
+            return usage_pb2.GetUsageResponse(rows=[usage_pb2.UsageRow(requests=3, **words, **amounts)], currency="EUR")
+        number = int(request.after or 0)
+        row = usage_pb2.UsageRow(
+            requests=1,
+            request_id=f"r{number}",
+            tenant="acme",
+            adapter="=upper",
+            ended_unix_s=1_795_564_800.0,
+            **amounts,
+        )
+        return usage_pb2.GetUsageResponse(rows=[row], after=str(number + 1) if number < 2 else "")
 
     async def generate(
         self, request: inference_pb2.GenerateRequest, call: ServerCall

@@ -39,6 +39,10 @@ class Rig:
     lost: dict[TenantId, tuple[int, int]] = field(default_factory=dict)
     """How often tenants' requests that ended were swapped out and evicted, by their own counts."""
     steps: int = 0
+    block_s: dict[RequestId, int] = field(default_factory=dict)
+    """What each has held, by its tables between steps."""
+    is_timed: bool = True
+    """Each step takes a second, and nothing else steps the core."""
 
     @staticmethod
     def make(
@@ -88,6 +92,9 @@ class Rig:
         return request.request_id
 
     def step(self) -> None:
+        for group in self.core._requests.groups:  # what is held until the next step
+            blocks = set().union(*(sequence.block_table for sequence in group.sequences))
+            self.block_s[group.request.request_id] = self.block_s.get(group.request.request_id, 0) + len(blocks)
         self.steps += 1
         for output in self.core.step(float(self.steps)):
             known = self.tokens.setdefault((output.request_id, output.choice), [])
@@ -103,6 +110,8 @@ class Rig:
             tenant = self.requests[end.request_id].tenant_id
             swaps, evictions = self.lost.get(tenant, (0, 0))
             self.lost[tenant] = swaps + end.num_swaps, evictions + end.num_evictions
+            held = self.block_s.get(end.request_id, 0)
+            assert not self.is_timed or end.kv_block_s == held, "it held other blocks than it is told"
             if end.reason is FinishReason.ABORTED:
                 self.ended[end.request_id] = self.steps
                 continue

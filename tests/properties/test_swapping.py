@@ -60,6 +60,7 @@ def test_copies_and_prefills_are_measured_and_steps_that_decode_are_not() -> Non
 def _one_parked(block_copy_s: float, seconds_a_step: float) -> Rig:
     """b takes what a's parked sequence holds, of 64 tokens and what it drew."""
     rig = Rig.make(30, 1, num_host_blocks=60)
+    rig.is_timed = False
     rig.core._swapper.costs = SwapCosts(block_copy_s)
     rig.add(_A, 64, 40)
     now = 0.0

@@ -33,6 +33,8 @@ from manylora_sim.network import MemoryNetwork, MemoryTransport
 from manylora_sim.peers import SIMULATED
 from manylora_sim.store import MemoryStore, MemoryStoreServer
 
+from tests.memory_ledger import MemoryLedger
+
 GENERATE = methods_of(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"])["Generate"]
 LIST_MODELS = methods_of(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"])["ListModels"]
 ADMIN = methods_of(admin_pb2.DESCRIPTOR.services_by_name["AdminService"])
@@ -497,6 +499,7 @@ class RouterCluster:
         self.scheduler = FakeScheduler()
         self.workers = [FakeWorker(f"worker-{i}", script or say("hello world")) for i in range(2)]
         self.clock = FakeClock()
+        self.ledger = MemoryLedger(self.clock.now_unix_s)
         self.app = RouterApp(
             RouterConfig(adapter_store="unused", router_id="router-0", default_max_tokens=32),
             transport=self.network.transport("router"),
@@ -509,7 +512,18 @@ class RouterCluster:
             peer_secret=SIMULATED,
             clock=self.clock,
             audit=audit_log(audit_folder, self.store_server, self.clock) if audit_folder is not None else None,
+            open_ledger=self.ledger.opened,
         )
+        self.settled: dict[str, int] = {}
+        """What the router told the scheduler, whether or not that heard it."""
+        settle, client = self.app.scheduler.settle, self.app.scheduler
+
+        def note(request_id: str, tokens: int) -> None:
+            if request_id in client._leases:
+                self.settled[request_id] = tokens
+            settle(request_id, tokens)
+
+        client.settle = note  # type: ignore[method-assign]
         self.key_rng = random.Random(f"{seed}/keys")
         self._client: KeyedChannel | None = None
 
@@ -644,6 +658,15 @@ async def audited_cluster(folder: Path) -> AsyncIterator[RouterCluster]:
         await cluster.stop()
 
 
+def check_ledger(cluster: RouterCluster) -> None:
+    """At rest: a row for each request that was settled, with its tokens, and no other used any."""
+    settled = cluster.settled
+    assert not cluster.ledger.opened_rows, "a row was opened and not closed"
+    used = {row.request_id: row.settled_tokens for row in cluster.ledger.rows.values()}
+    assert {each: tokens for each, tokens in used.items() if tokens} == {k: v for k, v in settled.items() if v}
+    assert settled.keys() <= used.keys()
+
+
 def simulate(
     test: Callable[[RouterCluster], Awaitable[None]],
     *,
@@ -664,6 +687,7 @@ def simulate(
         try:
             await test(cluster)
             await cluster.at_rest()
+            check_ledger(cluster)
         finally:
             await cluster.stop()
         left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

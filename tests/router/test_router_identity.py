@@ -39,6 +39,7 @@ OPEN_TO_TENANTS = (
         "VerifyAdapters",
         "GetAdapterLine",
         "GetStatus",
+        "GetUsage",
     }
 )
 """Methods of AdminService that some key of a tenant may call, about its tenant."""

@@ -90,6 +90,29 @@ def check_meter(cluster: Cluster, calls: Sequence[Call]) -> None:
     assert all(len(bills) == 1 for bills in billed.values()), billed
 
 
+def check_ledger(cluster: Cluster, calls: Sequence[Call]) -> None:
+    """A row has the tokens that were settled of its request, and what its caller got; a request that was billed has a
+    row, unless its router is gone: then it was opened, and noted what it had given out."""
+    ledger, billed = cluster.ledger, cluster.meter.billed
+    for request_id, row in ledger.rows.items():
+        bill = sum(billed.get(request_id, ()))
+        assert row.settled_tokens == bill, f"a row of {row.settled_tokens} tokens for a bill of {bill}: {row}"
+    assert not {*billed} - {*ledger.rows} - {*ledger.opened_rows}, "a request was billed and has no row"
+    for call in calls:
+        if not call.frames or not call.frames[0].HasField("started"):
+            continue
+        request_id = call.frames[0].started.request_id
+        got = sum(len(call.tokens_of(choice)) for choice in range(call.n))
+        known = ledger.rows.get(request_id)
+        if known is None:
+            _, amounts = ledger.opened_rows[request_id]
+            assert amounts()[2] >= got, call.describe()
+        elif call.finished is not None:
+            assert known.completion_tokens == got, f"a row of {known.completion_tokens} for {got}: {call.describe()}"
+        else:
+            assert known.completion_tokens >= got, call.describe()
+
+
 def check_cached(cluster: Cluster, calls: Sequence[Call]) -> None:
     """What the prefix cache is said to have had of a prompt, an earlier call of the same tenant and adapter brought, or
     an earlier attempt of the same call, whose stream broke before the router saw that it had begun; or an earlier call

@@ -53,6 +53,7 @@ from manylora_worker.kinds.sequence import Sequence, SequenceStatus
 from manylora_worker.models.parts import ModelInfo
 from manylora_worker.planning.step_planner import QUANTUM_TOKENS
 
+from tests.memory_ledger import MemoryLedger
 from tests.sim.observers import Fence, Meter
 from tests.sim.term_checks import TermChecks
 
@@ -228,6 +229,7 @@ class Cluster:
         self.is_thorough = False
         """Whether `watch` also looks at every block and sequence of engines that are at work."""
         self.meter = Meter()
+        self.ledger = MemoryLedger(self.clock.now_unix_s)
         self.load_factor = 1.0
         """By which loads of adapters take longer."""
         self.processes: dict[str, Process] = {}
@@ -453,6 +455,7 @@ class Cluster:
             rng=self._draw(),
             peer_secret=SIMULATED,
             clock=self.clock,
+            open_ledger=self.ledger.opened,
         )
         self.meter.listen(app.scheduler)
         await app.start()

@@ -132,7 +132,7 @@ def test_chaos(sim_seed: int) -> None:
     play(sim_seed)
 
 
-@pytest.mark.parametrize("sim_seed", [34, 53])
+@pytest.mark.parametrize("sim_seed", [47, 53])
 def test_a_seed_is_one_run(sim_seed: int) -> None:
     first, second = play(sim_seed), play(sim_seed)
     engines = first.result._cluster.engines

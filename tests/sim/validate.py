@@ -44,6 +44,7 @@ def check_calls(cluster: Cluster, calls: Sequence[Call]) -> None:
             assert call.finished is not None, call.describe()
             assert call.finished.outcome == common_pb2.OUTCOME_COMPLETED, call.describe()
     books.check_meter(cluster, calls)
+    books.check_ledger(cluster, calls)
     books.check_cached(cluster, calls)
 
 

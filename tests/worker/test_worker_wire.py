@@ -105,8 +105,8 @@ def test_an_end_that_the_requests_outcome_tells_is_no_frame() -> None:
 
 
 def test_outcomes() -> None:
-    assert execute_finished(StreamEnd(EndKind.SLOW_READER, "m")).outcome == common_pb2.OUTCOME_SLOW_READER
-    aborted = execute_finished(StreamEnd(EndKind.ABORTED, "whatever"))
+    assert execute_finished(StreamEnd(EndKind.SLOW_READER, "m"), 1).outcome == common_pb2.OUTCOME_SLOW_READER
+    aborted = execute_finished(StreamEnd(EndKind.ABORTED, "whatever"), 1)
     assert (aborted.outcome, aborted.message) == (common_pb2.OUTCOME_WORKER_LOST, "the worker is shutting down")
 
 

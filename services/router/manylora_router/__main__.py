@@ -34,6 +34,7 @@ from manylora_shared.transport.bundle_client import BundlingTransport
 from manylora_router.admin.sources import Sources, read_rules
 from manylora_router.app import RouterApp
 from manylora_router.config import RouterConfig
+from manylora_router.ledger.opening import ledger_of
 from manylora_router.text.service import HfTextService, TextService, TokenIdsOnlyText, has_tokenizer
 
 _LOG = logging.getLogger("manylora_router")
@@ -105,6 +106,14 @@ async def build(config: RouterConfig, parts: Parts) -> RouterApp:
         peer_secret=parts.peer_secret,
         tls=parts.tls,
         audit=_audit_log(config, parts),
+        open_ledger=ledger_of(
+            config.ledger,
+            config.ledger_log,
+            config.prices,
+            max_mb=config.ledger_max_mb,
+            when_full=config.ledger_when_full,
+            getrandbits=parts.rng.getrandbits,
+        ),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from manylora_shared.coordination.session import LeaseSession
 from manylora_shared.encryption.keyring import Keyring
 from manylora_shared.errors import ServiceUnavailable
 from manylora_shared.ids import AdapterDigest, AdapterUid, TenantId, adapter_uid
+from manylora_shared.ledger.compute import Served
 from manylora_shared.process.clock import SystemClock, WallClock
 from manylora_shared.stores.adapter_files import AdapterFiles
 from manylora_shared.stores.documents import REPORTS, Documents
@@ -68,6 +69,7 @@ from manylora_router.history.samples import STEP_S
 from manylora_router.keeping.encryption import EncryptionDesk
 from manylora_router.keeping.retention import RetentionDesk
 from manylora_router.keeping.texts import TextKeeper
+from manylora_router.ledger.rows import UsageLedger
 from manylora_router.links.acts import Acts
 from manylora_router.links.answer_owners import AnswerOwners
 from manylora_router.links.callers import Callers
@@ -113,7 +115,9 @@ class RouterApp:
         tls: Tls | None = None,
         pool_texts: Mapping[str, Load] | None = None,  # of pools besides the default one, whose is `text`
         audit: AuditLog | None = None,
+        open_ledger: Callable[[str, Callable[[str], Served]], UsageLedger] | None = None,
     ) -> None:
+        """open_ledger: by this router's id, and what tells the base model of a pool."""
         self.config = config
         self.router_id = config.router_id or f"router-{rng.getrandbits(32):08x}"
         self._transport = transport
@@ -141,6 +145,7 @@ class RouterApp:
             router_id=self.router_id, transport=peers, leader_address=self.directory.leader_address, rng=rng
         )
         self._keeper = self._text_keeper() if keyring is not None else None
+        self.ledger = open_ledger(self.router_id, self._served) if open_ledger is not None else None
         self.calls = self._running_calls(telemetry)
         self.intake = self._front_intake()
         self.bounds = Bounds()
@@ -174,6 +179,7 @@ class RouterApp:
             tokens=ResumeTokens(self._peer_secret.sign),
             now_unix_s=self._clock.now_unix_s,
             take_text=self._keeper.take if self._keeper is not None else None,
+            rows=self.ledger,
         )
 
     def _text_keeper(self) -> TextKeeper:
@@ -224,6 +230,7 @@ class RouterApp:
                 leave=self._leaving.set,
             ),
             audit=AuditReader(self._audit.folder if self._audit is not None else None, self._store, self._others),
+            ledger=self.ledger,
             clock=self._clock,
             rng=self._rng,
         )
@@ -280,6 +287,10 @@ class RouterApp:
 
     def _dialect_of(self, text: TextService) -> Dialect:
         return Dialect.of(text.chat_template, self.config.tool_parser, self.config.reasoning_parser)
+
+    def _served(self, pool: str) -> Served:
+        model = self.directory.models.get(pool)
+        return Served(model.name, model.shape) if model is not None else Served()
 
     @property
     def instance_id(self) -> str:
@@ -359,6 +370,9 @@ class RouterApp:
             self._tasks.append(asyncio.create_task(self._audit.failed(), name="audit log"))
         if self._keeper is not None:
             self._tasks.append(asyncio.create_task(self._keeper.run(), name="kept texts"))
+        if self.ledger is not None:
+            self.ledger.start()
+            self._tasks.append(asyncio.create_task(self.ledger.keep_notes(), name="ledger"))
         if self.calls.metrics.has_readers:
             self._tasks.append(asyncio.create_task(self._tell_metrics(), name="metrics"))
         self._lease.start()
@@ -392,6 +406,8 @@ class RouterApp:
         for task in self._tasks:
             task.cancel()
         ended = await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.ledger is not None:
+            await self.ledger.stop()
         self._acts.tell_counts(is_last=True)
         if self._audit is not None:
             await self._audit.stop()
@@ -440,6 +456,8 @@ class RouterApp:
                 workers=len(self.directory.workers),
                 has_leader=self.scheduler.is_connected,
             )
+            if self.ledger is not None:
+                self.ledger.tell(metrics)
             metrics.refusing(guard.circuits(loop.time()), guard.num_quarantined(loop.time()))
             await asyncio.sleep(RECORD_S)
 

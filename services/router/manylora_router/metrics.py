@@ -71,6 +71,7 @@ class RouterMetrics:
         self._named: set[Flow] = set()
         self._rollouts: dict[str, None] = {}  # that have series, by `tenant/name`
         self._tenants: TopNames[str] = TopNames(MAX_TENANTS)
+        self._told_rows = (0, 0)  # of the ledger: lost and dropped ones
 
     @property
     def has_readers(self) -> bool:
@@ -180,6 +181,16 @@ class RouterMetrics:
         for kind, count in (("open", len(circuits) - half_open), ("half_open", half_open)):
             self._telemetry.gauge(Metrics.CIRCUITS, count, {Attribute.KIND: kind})
         self._telemetry.gauge(Metrics.QUARANTINED_PROMPTS, num_quarantined)
+
+    def ledger(self, *, is_down: bool, is_full: bool, backlog_bytes: int, lost: int, dropped: int) -> None:
+        """lost, dropped: in all."""
+        self._telemetry.gauge(Metrics.LEDGER_DOWN, int(is_down))
+        self._telemetry.gauge(Metrics.LEDGER_FULL, int(is_full))
+        self._telemetry.gauge(Metrics.LEDGER_BACKLOG, backlog_bytes)
+        told_lost, told_dropped = self._told_rows
+        self._telemetry.count(Metrics.LEDGER_LOST, lost - told_lost)
+        self._telemetry.count(Metrics.LEDGER_DROPPED, dropped - told_dropped)
+        self._told_rows = lost, dropped
 
     def standing(self, *, live: int, workers: int, has_leader: bool) -> None:
         self._telemetry.gauge(Metrics.LIVE_REQUESTS, live)

@@ -229,4 +229,7 @@ class WorkerApp:
             pool=self._config.pool,
             protocol=PROTOCOL,
             longest_context_tokens=model.longest_context_tokens,
+            layer_parameters=model.shape.layer_parameters,
+            head_parameters=model.shape.head_parameters,
+            attention_operations=model.shape.attention,
         )

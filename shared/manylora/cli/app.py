@@ -21,6 +21,7 @@ from manylora.cli.commands.on_cluster import on_cluster
 from manylora.cli.commands.retention_commands import retention_app
 from manylora.cli.commands.tenant_commands import tenant_app
 from manylora.cli.commands.up_command import up
+from manylora.cli.commands.usage_command import usage_app
 from manylora.cli.constraint_options import with_constraint_options
 from manylora.cli.output import DEFAULT_SERVER, Json, Key, Server, Target, connect, run, trust, usage_error, write
 from manylora.cli.sampling_options import with_sampling_options
@@ -44,6 +45,7 @@ app.add_typer(adapter_app, name="adapter")
 app.add_typer(cache_app, name="cache")
 app.add_typer(encryption_app, name="encryption")
 app.add_typer(retention_app, name="retention")
+app.add_typer(usage_app, name="usage")
 app.command()(load)
 app.command()(up)
 

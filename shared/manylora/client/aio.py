@@ -25,6 +25,7 @@ from manylora_shared.sampling import Sampling
 from manylora_shared.transport.base import Transport, methods_of
 from manylora_shared.transport.grpc_transport import GrpcTransport
 
+from manylora.client.accounts.ledger import UsageLedger
 from manylora.client.adapter_documents import ADD_TIMEOUT_S, AdapterDocuments
 from manylora.client.answers import RequestFailed, Result
 from manylora.client.caller import DEFAULT_TIMEOUT_S, Caller, printable
@@ -264,6 +265,7 @@ class Client:
         self.audit = Audit(self._caller)
         self.texts = KeptTexts(self._caller)
         self.adapters = Adapters(self._caller)
+        self.usage = UsageLedger(self._caller)
 
     def generate(
         self,

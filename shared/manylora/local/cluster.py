@@ -39,6 +39,7 @@ LOCAL_ENCRYPTION = "local"
 CONNECT_TIMEOUT_S = 60.0
 ETCD_TIMEOUT_S = 5.0  # of one that is given
 POLL_S = 0.05
+LEDGER = "usage.sqlite"
 
 
 class ClusterFailed(Exception):
@@ -97,6 +98,8 @@ class ClusterOptions:
     adapter_store_access: str = ""
     adapter_sources: str = ""
     encryption: str = ""  # as --encryption of the services, or `local`: a file in `data`; empty: nothing is sealed
+    ledger: str = ""  # sqlite:FILE; empty: a file in `data`; none: usage is not kept
+    prices: str = ""
     drain_s: float | None = None
     threads: int | None = None  # torch's, a worker; None: three quarters of the cores, shared out
     worker_module: str = WORKER_MODULE
@@ -415,6 +418,8 @@ class LocalCluster:
             "operator-key-file": str(self.key_file) if index == 0 else "",
             "audit-log": str(self._data / "audit"),
             "audit-key-file": str(self._data / "audit.key"),
+            "ledger": self._ledger(),
+            "prices": self.options.prices,
         }
         flags = [f"--{name}={value}" for name, value in settings.items() if value] + self._encryption_flags()
         return [
@@ -423,6 +428,11 @@ class LocalCluster:
             *flags,
             *self.options.router_flags,
         ]
+
+    def _ledger(self) -> str:
+        if self.options.ledger == "none":
+            return ""
+        return self.options.ledger or f"sqlite:{self._data / LEDGER}"
 
     def _common(self, listen: str, ready: Mapping[str, Any]) -> list[str]:
         return [

@@ -1,5 +1,6 @@
 from manylora.v1 import common_pb2 as _common_pb2
 from manylora.v1 import status_pb2 as _status_pb2
+from manylora.v1 import usage_pb2 as _usage_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message

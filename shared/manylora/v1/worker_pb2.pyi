@@ -105,7 +105,7 @@ class ChoiceTokens(_message.Message):
     def __init__(self, choice: _Optional[int] = ..., first_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
 
 class ExecuteFinished(_message.Message):
-    __slots__ = ("outcome", "message", "cached_prompt_tokens", "adapter_wait_ms", "prefill_ms", "decode_ms", "prompt_tokens", "output_tokens", "swaps", "evictions")
+    __slots__ = ("outcome", "message", "cached_prompt_tokens", "adapter_wait_ms", "prefill_ms", "decode_ms", "prompt_tokens", "output_tokens", "swaps", "evictions", "kv_byte_seconds", "adapter_byte_seconds")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +116,8 @@ class ExecuteFinished(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SWAPS_FIELD_NUMBER: _ClassVar[int]
     EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_BYTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     outcome: _common_pb2.Outcome
     message: str
     cached_prompt_tokens: int
@@ -126,7 +128,9 @@ class ExecuteFinished(_message.Message):
     output_tokens: int
     swaps: int
     evictions: int
-    def __init__(self, outcome: _Optional[_Union[_common_pb2.Outcome, str]] = ..., message: _Optional[str] = ..., cached_prompt_tokens: _Optional[int] = ..., adapter_wait_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., swaps: _Optional[int] = ..., evictions: _Optional[int] = ...) -> None: ...
+    kv_byte_seconds: float
+    adapter_byte_seconds: float
+    def __init__(self, outcome: _Optional[_Union[_common_pb2.Outcome, str]] = ..., message: _Optional[str] = ..., cached_prompt_tokens: _Optional[int] = ..., adapter_wait_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., swaps: _Optional[int] = ..., evictions: _Optional[int] = ..., kv_byte_seconds: _Optional[float] = ..., adapter_byte_seconds: _Optional[float] = ...) -> None: ...
 
 class StopChoiceRequest(_message.Message):
     __slots__ = ("request_id", "choice")

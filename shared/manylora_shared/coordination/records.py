@@ -135,6 +135,9 @@ class WorkerRecord(_JsonRecord):
     is_leaving: bool = False  # it takes no request any more
     pool: str = DEFAULT_POOL
     protocol: int = 1  # of an earlier version's worker
+    layer_parameters: int = 0  # of the model, as in ledger.compute.ModelShape; 0: a worker of an earlier version
+    head_parameters: int = 0
+    attention_operations: int = 0
 
     def __post_init__(self) -> None:
         parse_address(self.address)

@@ -169,6 +169,11 @@ class Metrics:
     )
     CIRCUITS = _from_otlp("manylora.circuits", "gauge", "router", "Circuits that refuse", (Attribute.KIND,))
     QUARANTINED_PROMPTS = _from_otlp("manylora.quarantined_prompts", "gauge", "router", "Prompts that are not run")
+    LEDGER_DOWN = Metric("ledger_down", "gauge", "router", "1: the ledger's sink takes no rows, and the log keeps them")
+    LEDGER_FULL = Metric("ledger_full", "gauge", "router", "1: the ledger's log has no room left")
+    LEDGER_BACKLOG = Metric("ledger_backlog_bytes", "gauge", "router", "Of the ledger's log, not sent yet", (), "By")
+    LEDGER_LOST = Metric("ledger_lost_rows", "counter", "router", "Rows of requests whose router died")
+    LEDGER_DROPPED = Metric("ledger_dropped_records", "counter", "router", "For which the ledger's log had no room")
 
     ROLLOUT_REQUESTS = Metric(
         "rollout_requests",

@@ -120,6 +120,12 @@ def split_key(key: str) -> tuple[str, str] | None:
     return (match[1], match[2]) if match else None
 
 
+def key_id_of(authorization: str) -> str:
+    """Of a well-formed key; empty where there is none."""
+    parts = split_key(bearer_of(authorization))
+    return parts[0] if parts is not None else ""
+
+
 def is_key(key: str, record: KeyRecord) -> bool:
     # True for a revoked record too.
     parts = split_key(key)

@@ -43,9 +43,11 @@ from manylora_router.admin.adapters import AdapterIntake
 from manylora_router.admin.draining import Draining
 from manylora_router.admin.service_levels import ServiceLevels
 from manylora_router.admin.status import ClusterStatus
+from manylora_router.admin.usage import UsageDesk
 from manylora_router.admin.validation import AdapterValidation
 from manylora_router.admin.verification import Verification
 from manylora_router.admin.versions import AdapterVersions
+from manylora_router.ledger.rows import UsageLedger
 from manylora_router.links.directory import Directory
 from manylora_router.links.entrance import Entrance, KnownCall
 from manylora_router.links.wire import adapter_info, tenant_info
@@ -74,6 +76,7 @@ class AdminServicer:
         draining: Draining,
         audit: AuditReader,
         keeps_texts: bool,
+        ledger: UsageLedger | None,
         clock: WallClock,
         rng: random.Random,
     ) -> None:
@@ -92,6 +95,7 @@ class AdminServicer:
         self._draining = draining
         self._audit = audit
         self._keeps_texts = keeps_texts
+        self._usage = UsageDesk(ledger)
 
     @property
     def handlers(self) -> dict[str, Callable[..., Any]]:
@@ -114,6 +118,7 @@ class AdminServicer:
             own
             | self._audit.handlers
             | self._keys.handlers
+            | self._usage.handlers
             | self._versions.handlers
             | self._adapter_documents.handlers
         )

@@ -27,6 +27,7 @@ from manylora_shared.sampling import Sampling, barred_too_much
 from manylora_shared.telemetry import Attribute
 from manylora_shared.tenancy.adapter_line import StickyKeys
 from manylora_shared.tenancy.degrade import FIRST_LEVEL, NOTHING, Step, Taken, taken
+from manylora_shared.tenancy.identity import key_id_of
 from manylora_shared.tenancy.overload import retry_after_s
 from manylora_shared.tenancy.policy import TenantPolicy
 from manylora_shared.wire import QOS_NUMBERS
@@ -227,11 +228,7 @@ class Intake:
         ends = model.eos_token_ids or [each for each in text.end_token_ids if each < model.limits.vocab_size]
         stop_token_ids = _stop_token_ids(request, stop_tokens, ends)
         bad_sequences = await self._bad_sequences(text, request, (tenant, request.qos_class), stop_token_ids, model)
-        constraint = request.constraint
-        await self._check_constraint(request, constraint, tenant)
-        if request.constraint_after is not None:
-            constraint = request.constraint_after(admitted.prompt_token_ids)
-            await self._check_constraint(request, constraint, tenant)
+        constraint = await self._constraint(request, admitted.prompt_token_ids, tenant)
         call.span.set(Attribute.MAX_TOKENS, admitted.max_tokens)
         may_stream = policy.security.can_stream and Step.NO_STREAM not in taken.steps
         max_tokens, degraded = _degraded(taken, admitted.max_tokens, request, asked_pool, pool)
@@ -259,6 +256,7 @@ class Intake:
             is_resumable=request.is_resumable and may_stream,
             is_hedge=request.is_hedge,
             limits=request.limits,
+            key_id=key_id_of(request.authorization),
         )
         if begun is not None:
             job = self._taken_over(job, request, begun, policy, model)
@@ -362,6 +360,15 @@ class Intake:
         if seed is None:
             seed = admission.seed_of_key(tenant_id, key) if key else self._rng.getrandbits(64)
         return replace(request.sampling.or_else(model.sampling_defaults), seed=seed, bad_words=())
+
+    async def _constraint(self, request: RequestInput, prompt: Sequence[int], tenant: str) -> Constraint | None:
+        """The answer's. Raises InvalidRequest."""
+        await self._check_constraint(request, request.constraint, tenant)
+        if request.constraint_after is None:
+            return request.constraint
+        constraint = request.constraint_after(prompt)
+        await self._check_constraint(request, constraint, tenant)
+        return constraint
 
     async def _check_constraint(self, request: RequestInput, constraint: Constraint | None, tenant: str) -> None:
         """Raises InvalidRequest."""

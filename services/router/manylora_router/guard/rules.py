@@ -34,6 +34,7 @@ _OPEN = Rule(())
 _GENERATE = Rule((Scope.GENERATE, Scope.GATEWAY))
 _METRICS = Rule((Scope.METRICS_READ,))
 _TRACES = Rule((Scope.TRACES_READ,))
+_USAGE = Rule((Scope.USAGE_READ,))
 
 RPCS: Mapping[str, Rule] = {
     "InferenceService/Generate": _GENERATE,
@@ -67,6 +68,7 @@ RPCS: Mapping[str, Rule] = {
     "AdminService/DropWorkerCaches": _act(Scope.CLUSTER_WRITE),
     "AdminService/ReadAudit": Rule((Scope.AUDIT_READ,)),
     "AdminService/GetStatus": _METRICS,
+    "AdminService/GetUsage": _USAGE,
     "DataService/GetEncryption": Rule((Scope.METRICS_READ,), is_clusters=True),
     "DataService/RotateEncryption": _act(Scope.CLUSTER_WRITE),
     "DataService/SealStores": _act(Scope.CLUSTER_WRITE),
@@ -96,6 +98,7 @@ ROUTES: Mapping[str, Rule] = {
     "GET /v1/models/": _GENERATE,
     "POST /v1/load_lora_adapter": RPCS["AdminService/AddAdapter"],
     "POST /v1/unload_lora_adapter": RPCS["AdminService/RemoveAdapter"],
+    "GET /v1/usage": _USAGE,
     "GET /console/api/me": Rule((Scope.METRICS_READ, Scope.TRACES_READ, Scope.USAGE_READ)),
     "GET /console/api/status": _METRICS,
     "GET /console/api/history": _METRICS,

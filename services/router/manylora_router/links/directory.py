@@ -25,6 +25,7 @@ from manylora_shared.coordination.records import (
 from manylora_shared.coordination.session import Mirror, first_of
 from manylora_shared.errors import InternalError
 from manylora_shared.ids import DEFAULT_POOL, AdapterName, QosClass, TenantId
+from manylora_shared.ledger.compute import NO_SHAPE, ModelShape
 from manylora_shared.sampling import MODEL_DEFAULTS
 from manylora_shared.tenancy.adapter_line import Line
 from manylora_shared.tenancy.policy import Slo, TenantPolicy
@@ -49,6 +50,7 @@ class Model:
     limits: ModelLimits
     eos_token_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, Any]  # of generation_config.json, where this router takes them
+    shape: ModelShape = NO_SHAPE
 
 
 class Directory:
@@ -268,7 +270,10 @@ class Directory:
             first = workers[0]
             defaults = self._sampling_defaults(first)
             self.models.pop(pool, None)
-            self.models[pool] = Model(first.model_name, first.model_digest, limits, first.eos_token_ids, defaults)
+            shape = ModelShape(first.layer_parameters, first.head_parameters, first.attention_operations)
+            self.models[pool] = Model(
+                first.model_name, first.model_digest, limits, first.eos_token_ids, defaults, shape
+            )
             if len(self.models) > MAX_POOLS:  # of those that are gone, the one that was seen longest ago
                 del self.models[next(iter(self.models))]
         self._on_workers_changed()

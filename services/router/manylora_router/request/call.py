@@ -31,6 +31,7 @@ from manylora_router.guard.resumes import Resumes
 from manylora_router.guard.trials import Outcome, Trials
 from manylora_router.history.lives import Life
 from manylora_router.history.recent import Recent
+from manylora_router.ledger.rows import NoRows, Rows
 from manylora_router.links.channels import WorkerChannels
 from manylora_router.links.directory import Directory
 from manylora_router.links.scheduler_client import SchedulerClient
@@ -76,13 +77,16 @@ class Calls:
         tokens: ResumeTokens,
         now_unix_s: Callable[[], float],
         take_text: Callable[[KeptText], None] | None = None,
+        rows: Rows | None = None,
     ) -> None:
+        """rows: of the usage ledger; None: there is none."""
         self.tapes = Tapes(directory.policy_of, now_unix_s, take_text)
         self.counters = CallCounters()
         self.tokens = tokens
         self.now_unix_s = now_unix_s
         self.is_draining = False
         self.hands_over = False
+        self.rows = rows or NoRows()
         self.live: dict[str, Call] = {}  # by request id, oldest first
         self.slo = SloTracker()
         self.metrics = RouterMetrics(telemetry)
@@ -221,6 +225,7 @@ class Call:
             reckonings=calls.reckonings,
             detokenizers=[text.detokenizer(job.prompt_token_ids, skips, kept) for _ in range(job.n)],
             let_resume=self._let_resume,
+            rows=calls.rows,
             telemetry=calls.telemetry,
             rng=calls.rng,
         )

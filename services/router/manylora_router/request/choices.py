@@ -57,6 +57,10 @@ class Choices:
         """All have ended, not all by the worker: it has not said yet that the request is over."""
         return self._is_cut_short and self.have_ended
 
+    def lengths(self) -> list[int]:
+        """Tokens of each choice."""
+        return [len(choice.token_ids) for choice in self._choices]
+
     def emitted(self) -> list[Sequence[int] | None]:
         """The tokens of each choice; None: it has ended. Empty: there are none, and all go on."""
         if not self.num_tokens and not any(choice.end for choice in self._choices):

@@ -33,6 +33,7 @@ from manylora_shared.telemetry import Attribute, SpanName, Telemetry
 from manylora_shared.telemetry.logs import fields
 
 from manylora_router.guard.permits import Fault
+from manylora_router.ledger.rows import Rows
 from manylora_router.links.channels import WorkerChannels
 from manylora_router.links.scheduler_client import SchedulerClient
 from manylora_router.links.wire import Grant
@@ -41,6 +42,7 @@ from manylora_router.request.deadline import Deadline, deadline_exceeded
 from manylora_router.request.frames import Delta, Finished, Frame, Started
 from manylora_router.request.job import Job
 from manylora_router.request.losses import Losses
+from manylora_router.request.metering import End, Meter
 from manylora_router.request.reckoning import Reckonings
 from manylora_router.request.token_lease import TokenLease
 from manylora_router.request.worker_stream import NOT_REACHED, WorkerStream
@@ -74,6 +76,7 @@ class Execution:
         reckonings: Reckonings,
         detokenizers: Sequence[Detokenizer],
         let_resume: Callable[[WorkerLost, bool], None],
+        rows: Rows,
         telemetry: Telemetry,
         rng: random.Random,
     ) -> None:
@@ -100,6 +103,8 @@ class Execution:
         self._head: Sequence[Delta] = ()
         self._untold: list[Frame] = []  # each thing in a frame of its own, without a number
         self._lease = TokenLease(job, self._choices, scheduler)
+        self._meter = Meter(rows, job, self._choices, self._lease)
+        self._lease.when_settled = self._meter.close
         self._grant: Grant | None = None
         self._stream: WorkerStream | None = None
         self._is_queued = False
@@ -235,6 +240,7 @@ class Execution:
         """Raises InvalidRequest."""
         self._head = self._choices.go_on(delivered, self.job.max_tokens)
         self._lease.taken_over()
+        self._meter.taken_over()
         self.job = self.job.resumed(self._choices.emitted())
         now = asyncio.get_running_loop().time()
         self._losses.pause("its router was lost", self.completion_tokens, now)
@@ -276,6 +282,7 @@ class Execution:
         self._measured.has_word, self._measured.worker = False, worker_pb2.ExecuteFinished()
         self._num_scored_again = self._num_scored
         self._lease.resumed()
+        self._meter.resumed()
         self.job = self.job.resumed(self._choices.emitted())
         self._losses.pause(lost.message, self.completion_tokens, asyncio.get_running_loop().time())
 
@@ -283,12 +290,15 @@ class Execution:
 
     async def _start(self) -> worker_pb2.ExecuteResponse:
         attempt = 0
+        if not self.job.is_resumed:
+            self._meter.check_room()
         while True:
             attempt += 1
             self.attempts += 1
             grant = await self._wait_for_grant(attempt)
             self._grant = grant
             self._note_grant()
+            self._meter.granted()
             self.job = self.job.as_granted(grant)
             self._measured.queue_ms += grant.queue_ms
             self._stream = WorkerStream(self.job, grant, attempt, channels=self._channels, telemetry=self._telemetry)
@@ -496,6 +506,8 @@ class Execution:
 
     def _end(self, error: ManyloraError | None) -> None:
         self.ended = True
+        if self._is_queued or self._meter.is_open:
+            self._meter.ended(self._end_of(error))
         is_over = self.outcome in (common_pb2.OUTCOME_COMPLETED, common_pb2.OUTCOME_QUOTA_EXHAUSTED)
         stream = self._stream
         if stream is None or is_over or self._measured.has_word or stream.is_worker_gone:
@@ -504,6 +516,18 @@ class Execution:
         else:
             self._reckonings.begin(self.job.request_id, stream.address, self._lease)
             self._leave_worker(reached_worker=True, error=error)
+
+    def _end_of(self, error: ManyloraError | None) -> End:
+        name = common_pb2.Outcome.Name(self.outcome).removeprefix("OUTCOME_").lower()
+        return End(
+            outcome=error.label if error is not None and name == "unspecified" else name,
+            queue_ms=self._measured.queue_ms,
+            ttft_ms=self._measured.ttft_ms,
+            duration_ms=self._elapsed_ms(),
+            worker_id=self.worker_id,
+            adapter_found=self.adapter_found,
+            is_degraded=self.job.degraded is not None,
+        )
 
     def _elapsed_ms(self) -> float:
         return (asyncio.get_running_loop().time() - self.job.received_at) * 1000

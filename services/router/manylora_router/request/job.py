@@ -43,6 +43,7 @@ class Job:
     constraint: Constraint | None = None
     degraded: Degraded | None = None  # by overload; `max_tokens` is as it is in force
     is_resumed: bool = False
+    key_id: str = ""  # of the API key that it came with; empty: it came with none
     emitted: Sequence[Sequence[int] | None] = ()  # of a resumed one, by choice; None: the choice has ended
     is_resumable: bool = False  # its caller can go on with it at another router
     delivered: Sequence[tuple[Sequence[int], int]] | None = None  # it does so here, and has this of each choice

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 from manylora.v1 import worker_pb2
 from manylora_shared.errors import QuotaExhausted
@@ -20,10 +21,23 @@ LEASE_WAIT_S = 10.0  # for the scheduler's answer: longer than a change of leade
 _MIN_LEFT_TOKENS = 16  # an answer takes less than a stream takes for these
 
 
+class Charge(NamedTuple):
+    prompt: int = 0
+    cached: int = 0  # of the prompt
+    completion: int = 0  # that was handed out
+    unread: int = 0  # drawn for a request that was cut short, and handed out to nobody
+
+    @property
+    def total(self) -> int:
+        return self.prompt - self.cached + self.completion + self.unread
+
+
 class TokenLease:
     """`settle` it, granted or not."""
 
     def __init__(self, job: Job, choices: Choices, scheduler: SchedulerClient) -> None:
+        self.when_settled: Callable[[], None] = lambda: None
+        self.kv_byte_seconds = self.adapter_byte_seconds = 0.0  # on all workers that told
         self._request_id = job.request_id
         self._deadline = job.deadline
         self._num_prompt_tokens = len(job.prompt_token_ids)
@@ -65,6 +79,8 @@ class TokenLease:
     def ended(self, word: worker_pb2.ExecuteFinished) -> None:
         """The worker's last word of a request that is charged what was handed out."""
         self._word = word
+        self.kv_byte_seconds += word.kv_byte_seconds
+        self.adapter_byte_seconds += word.adapter_byte_seconds
         self._num_cached = max(self._num_cached, word.cached_prompt_tokens)
 
     def cut_short(self, word: worker_pb2.ExecuteFinished) -> None:
@@ -89,17 +105,25 @@ class TokenLease:
         return self.used_prompt_tokens + self._choices.num_tokens
 
     @property
+    def charge(self) -> Charge:
+        """By now."""
+        given = self._choices.num_tokens
+        unread = max(0, self._least_output_tokens - given)
+        if self._is_forgiven:
+            return Charge()
+        if self._num_paid is not None:
+            return Charge(completion=given - self._num_paid, unread=unread)
+        return Charge(self.used_prompt_tokens, self.cached_prompt_tokens, given, unread)
+
+    @property
     def has_tokens(self) -> bool:
         tokens = self._scheduler.lease(self._request_id).tokens
         return tokens is None or tokens > self.used_tokens
 
     def settle(self) -> None:
         """Cached tokens of the prompt are not charged. Idempotent."""
-        prompt_tokens = self.used_prompt_tokens - self.cached_prompt_tokens
-        output_tokens = max(self._choices.num_tokens, self._least_output_tokens)
-        if self._num_paid is not None:
-            prompt_tokens, output_tokens = 0, output_tokens - self._num_paid
-        self._scheduler.settle(self._request_id, 0 if self._is_forgiven else prompt_tokens + output_tokens)
+        self._scheduler.settle(self._request_id, self.charge.total)
+        self.when_settled()
 
     async def cover(
         self, read: Callable[[], Awaitable[worker_pb2.ExecuteResponse]], most_tokens: int

@@ -22,6 +22,7 @@ from manylora_worker.adapters.residency import FetchLimits, Residency
 from manylora_worker.adapters.room import Entry, Eviction, Plan, TierRoom
 from manylora_worker.adapters.standings import Standings
 from manylora_worker.adapters.tier_counts import FARTHER, Found, FoundCounts
+from manylora_worker.adapters.use_meter import UseMeter
 from manylora_worker.kinds.api import AdapterBackend, AdapterEvent, AdapterTier
 
 _State = tuple[Versions, int]
@@ -119,6 +120,7 @@ class AdapterCache:
         )
         self._order = LoadOrder(weight_of)
         self._pins = PinBook(limits.device_bytes, weight_of)
+        self._meter = UseMeter()
         self._standings = Standings(self._residency, self._order, self._pins)
         self._overtaking = Overtaking(
             self._device, lambda: self._standings.of(AdapterTier.DEVICE), limits.max_overtakes
@@ -201,14 +203,22 @@ class AdapterCache:
         self._collect(holder, hold, now)
         if hold.missing and len(hold.uids) > 1:
             self._composed[holder] = hold
+        if not hold.missing:
+            self._begin_use(holder, now)
         return not hold.missing
 
-    def release(self, holder: RequestId, now: float) -> None:
-        """Unknown holders are ignored: their load has failed."""
+    def release(self, holder: RequestId, now: float) -> float:
+        """Returns its byte-seconds of the device. Unknown holders are ignored: their load has failed."""
+        used = self._meter.end(holder, now)
         hold = self._holds.pop(holder, None)
         if hold is not None:
             self._composed.pop(holder, None)
             self._let_go(holder, hold, now)
+        return used
+
+    def _begin_use(self, holder: RequestId, now: float) -> None:
+        uids = self._holds[holder].uids
+        self._meter.begin(holder, {uid: self._residency.size_of(uid) for uid in uids}, now)
 
     def _collect(self, holder: RequestId, hold: Hold, now: float) -> None:
         for uid in hold.uids:
@@ -329,6 +339,8 @@ class AdapterCache:
                 self._end_prefetch(self._residency.entries[uid])
         if self._composed:
             self._settle_composed(ready, failed, now)
+        for holder in ready:
+            self._begin_use(holder, now)
         self._settled = (before, interval) if before == self._state() else None
         return CacheUpdate(ready, failed, self._residency.take_evictions())
 
@@ -337,7 +349,7 @@ class AdapterCache:
         return self._loading.versions, len(self._prefetches)
 
     def check_invariants(self) -> None:
-        for part in (self._residency, self._order, self._overtaking):
+        for part in (self._residency, self._order, self._overtaking, self._meter):
             part.check_invariants()
         entries = self._residency.entries
         for uid, entry in entries.items():

@@ -195,18 +195,17 @@ class EngineCore:
     def abort(self, request_id: RequestId, now: float) -> None:
         """Unknown ids are ignored, here and below."""
         assert self._begun is None
-        group = self._requests.find(request_id)
-        if group is not None:
+        self._planner.parking.tick(now)
+        if (group := self._requests.find(request_id)) is not None:
             self._endings.end_request(group, FinishReason.ABORTED, "aborted", now)
 
     def stop_choice(self, request_id: RequestId, choice: int, now: float) -> None:
         """With STOP; the others go on."""
         assert self._begun is None
+        self._planner.parking.tick(now)
         group = self._requests.find(request_id)
-        if group is None or choice >= len(group.sequences):
-            return
-        sequence = group.sequences[choice]
-        if not sequence.is_finished:
+        sequence = group.sequences[choice] if group is not None and choice < len(group.sequences) else None
+        if sequence is not None and not sequence.is_finished:
             self._endings.end_choice(sequence, FinishReason.STOP, now)
 
     def pause(self, request_id: RequestId) -> None:
@@ -275,6 +274,7 @@ class EngineCore:
         assert not self.must_wait
         if self._flights.is_over:
             return None
+        self._planner.parking.tick(now)
         self._pump_adapters(now)
         self._pump_copies()
         self._masks.pump(now)
@@ -296,6 +296,7 @@ class EngineCore:
 
     def submit(self, batch: StepBatch, now: float) -> None:
         assert self._begun is not None
+        self._planner.parking.tick(now)
         for times in self._fresh:
             times.first_built_s, times.first_rows = now, len(batch.chunks)
         self._fresh.clear()
@@ -310,6 +311,7 @@ class EngineCore:
 
     def end_step(self, result: SequenceOf[Sampled] | Exception, now: float) -> None:
         """An exception ends every request of the oldest step and of the one behind it."""
+        self._planner.parking.tick(now)
         flight = self._flights.end()
         self._counters.steps += 1
         result = self._flights.checked(flight, result)
@@ -329,6 +331,7 @@ class EngineCore:
         while self._flights:
             self.end_step(self.wait(), now)
         self._swapper.wait()
+        self._planner.parking.tick(now)
         self._pump_copies()
 
     def take_outputs(self) -> list[TokenOutput]:

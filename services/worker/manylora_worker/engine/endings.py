@@ -7,6 +7,7 @@ A finished choice *lingers* until no step or copy has its blocks. A request's en
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from manylora_worker.adapters.cache import AdapterCache
 from manylora_worker.engine.outbox import Outbox, RequestEnd
@@ -88,7 +89,8 @@ class Endings:
 
     def _close(self, group: SequenceGroup, end: RequestEnd) -> None:
         """None of its choices lingers."""
-        self._adapters.release(end.request_id, end.ended_s)
+        adapter_byte_s = self._adapters.release(end.request_id, end.ended_s)
         self._requests.remove(group)
         self._closed(group.request)
-        self._outbox.request_ended(end)
+        kv_block_s = group.holding.block_seconds(end.ended_s)
+        self._outbox.request_ended(replace(end, kv_block_s=kv_block_s, adapter_byte_s=adapter_byte_s))

@@ -40,6 +40,9 @@ def check_blocks(requests: RequestTable, pool: BlockPool) -> None:
             held.setdefault(tenant_id, set()).update(table)
     assert {tenant_id: len(blocks) for tenant_id, blocks in held.items()} == pool.held()
     assert len(set().union(*held.values())) == pool.num_held, "a block is held by no sequence"
+    for group in requests.groups:
+        tables = [sequence.block_table for sequence in group.sequences]
+        assert group.holding.num_held == len(set().union(*tables)), "the holding is not that of the tables"
 
 
 def check_under_way(requests: RequestTable, flights: Flights, swapper: Swapper) -> None:

@@ -32,6 +32,8 @@ class RequestEnd:
     num_evictions: int  # its sequences lost their blocks and were computed again
     times: GroupTimes
     ended_s: float
+    kv_block_s: float = 0.0  # of the device, over all choices
+    adapter_byte_s: float = 0.0  # of the device, its share of what others used too
 
     @classmethod
     def of(cls, group: SequenceGroup, reason: FinishReason, message: str, now: float) -> RequestEnd:

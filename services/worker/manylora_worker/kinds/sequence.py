@@ -12,6 +12,7 @@ from manylora_worker.kinds.api import NO_POSITIONS, PENDING_TOKEN, EngineRequest
 from manylora_worker.kinds.bars import RequestBars
 from manylora_worker.kinds.constraint import Matcher
 from manylora_worker.kinds.flow import CacheScope, FlowKey
+from manylora_worker.kinds.holding import Holding
 from manylora_worker.kinds.speculation import Speculation
 
 
@@ -248,8 +249,10 @@ class SequenceGroup:
     num_prompt_tokens_computed: int = 0  # by any choice, or found in the cache: in steps that have begun
     bars: RequestBars | None = field(init=False)
     speculates: bool = False
+    holding: Holding = field(init=False)
 
     def __post_init__(self) -> None:
+        self.holding = Holding(is_shared=self.request.n > 1)
         self.bars = RequestBars.of(self.request)
         self.is_resumed = any(self.request.emitted)
         self.is_forked = bool(self.request.emitted)  # each choice stands elsewhere, and computes for itself

@@ -1,4 +1,4 @@
-"""What stands in a sequence's block table. Only Parking writes it."""
+"""What stands in a sequence's block table, and so what its request holds. Only Parking writes it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ class BlockTables:
     def __init__(self, pool: BlockPool, prefixes: Prefixes) -> None:
         self._pool = pool
         self._prefixes = prefixes
+        self.now = 0.0  # of the engine's step or command
 
     def missing(self, sequence: Sequence, end: int) -> int:
         """Blocks to take before writing tokens up to `end`."""
@@ -25,11 +26,17 @@ class BlockTables:
         num_blocks = self.missing(sequence, end)
         index = sequence.num_computed_tokens // self._pool.block_size
         if num_blocks and self._writes_shared_block(sequence):
-            sequence.block_table[index] = self._pool.copy_on_write(sequence.block_table[index])
+            shared = sequence.block_table[index]
+            copy = sequence.block_table[index] = self._pool.copy_on_write(shared)
+            sequence.group.holding.give((shared,), 1, self.now)
+            sequence.group.holding.take((copy,), 1, self.now)
             num_blocks -= 1
         else:  # a further choice whose siblings are gone writes the prompt's last token anew, in a block that is cached
             self._pool.unpublish(sequence.block_table[index : index + 1])
-        sequence.block_table += self._pool.allocate(sequence.tenant_id, num_blocks)
+        if num_blocks:
+            taken = self._pool.allocate(sequence.tenant_id, num_blocks)
+            sequence.block_table += taken
+            sequence.group.holding.take(taken, num_blocks, self.now)
 
     def fill(self, sequence: Sequence) -> int:
         """For all tokens. Returns how many blocks were cached."""
@@ -37,6 +44,7 @@ class BlockTables:
         num_blocks = self._pool.blocks_for(sequence.num_tokens) - len(cached)
         self._pool.take_cached(sequence.tenant_id, cached)
         sequence.block_table = cached + self._pool.allocate(sequence.tenant_id, num_blocks)
+        sequence.group.holding.take(sequence.block_table, len(sequence.block_table), self.now)
         sequence.has_worked = False
         return len(cached)
 
@@ -44,10 +52,12 @@ class BlockTables:
         shared = leader.block_table[: self._pool.blocks_for(num_tokens)]
         self._pool.share(sequence.tenant_id, shared)
         sequence.block_table = shared
+        sequence.group.holding.take(shared, len(shared), self.now)
         sequence.block_keys = list(leader.block_keys)  # so far of prompt blocks alone
         sequence.num_computed_tokens = num_tokens
 
     def lose(self, sequence: Sequence) -> None:
         self._pool.free(sequence.tenant_id, sequence.block_table)
+        sequence.group.holding.give(sequence.block_table, len(sequence.block_table), self.now)
         sequence.block_table = []
         sequence.num_holdings += 1

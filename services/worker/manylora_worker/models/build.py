@@ -18,6 +18,7 @@ from manylora_shared.encryption.sealing import OpeningKeys
 from manylora_shared.encryption.settings import opening_keys
 from manylora_shared.errors import ManyloraError
 from manylora_shared.ids import AdapterUid
+from manylora_shared.ledger.compute import ModelShape
 from manylora_shared.process.config import ConfigError
 from manylora_shared.process.cores import num_cores
 from manylora_shared.stores.access import access_of
@@ -158,6 +159,7 @@ def build_rank(config: WorkerConfig, group: RankGroup | None, notify: Callable[[
         dtype=config.compute_dtype,
         sampling_defaults=sampling_defaults(model_folder(config.model)),
         longest_context_tokens=spec.longest_context_tokens if weights is not None else 0,
+        shape=_shape(loaded),
     )
     validator = ThreadValidator(
         store,
@@ -169,6 +171,15 @@ def build_rank(config: WorkerConfig, group: RankGroup | None, notify: Callable[[
     if group is None or group.rank == 0:
         constraints = ConstraintCompiler(lambda: read_vocabulary(config.model, spec), notify)
     return EngineParts(runner, backend, model, validator, constraints, keyring)
+
+
+def _shape(loaded: LoadedModel) -> ModelShape:
+    spec, config = loaded.spec, loaded.model.config.get_text_config()
+    return ModelShape(
+        layer_parameters=sum(rows * columns for rows, columns in spec.modules.values()),
+        head_parameters=config.hidden_size * spec.vocab_size,
+        attention=4 * spec.kv.num_layers * config.num_attention_heads * spec.kv.head_dim,
+    )
 
 
 def _keyring(config: WorkerConfig) -> Keyring | None:

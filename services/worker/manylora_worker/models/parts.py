@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from manylora_shared.encryption.keyring import Keyring
+from manylora_shared.ledger.compute import NO_SHAPE, ModelShape
 
 from manylora_worker.constraints.compiler import ConstraintCompiler
 from manylora_worker.kinds.api import AdapterBackend, ModelRunner
@@ -24,6 +25,7 @@ class ModelInfo:
     dtype: str = ""  # of its computation
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     longest_context_tokens: int = 0  # with an adapter that stretches it; 0: as without
+    shape: ModelShape = NO_SHAPE
 
     @property
     def longest(self) -> int:

@@ -35,6 +35,10 @@ class Parking:
         """Swapped ones too; oldest first."""
         return self._waiting
 
+    def tick(self, now: float) -> None:
+        """What takes or gives blocks from now on does so at this time."""
+        self._tables.now = now
+
     def begin_plan(self) -> None:
         self.step += 1
         self.swapped, self.evicted = [], []

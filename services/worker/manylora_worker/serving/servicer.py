@@ -178,11 +178,14 @@ class WorkerServicer:
                         frame += 1
                 if end.kind is EndKind.ENGINE_FAILED:
                     raise WorkerLost(end.message)
-                yield worker_pb2.ExecuteResponse(frame=frame, finished=execute_finished(end))
+                yield worker_pb2.ExecuteResponse(frame=frame, finished=self._finished(end))
             finally:
                 self._metrics.left(request)
                 del self._executing[request.request_id]
                 self._let_go(stream)
+
+    def _finished(self, end: StreamEnd) -> worker_pb2.ExecuteFinished:
+        return execute_finished(end, self._runtime.model.kv_block_bytes)
 
     def _log_failure(self, request: EngineRequest, end: StreamEnd, traceparent: str) -> None:
         if end.kind not in (EndKind.COMPLETED, EndKind.ABORTED):
@@ -231,7 +234,7 @@ class WorkerServicer:
             raise NotFound(f"request_id: {request_id[:_MAX_PATH_CHARS]!r} is not known here") from None
         if end.request_end is None:
             raise WorkerLost(end.message)
-        return worker_pb2.EndRequestResponse(finished=execute_finished(end))
+        return worker_pb2.EndRequestResponse(finished=self._finished(end))
 
     async def leave_pool(self, message: worker_pb2.LeavePoolRequest, call: ServerCall) -> worker_pb2.LeavePoolResponse:
         self.drain()

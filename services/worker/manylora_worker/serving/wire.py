@@ -163,7 +163,7 @@ def _fill(position: common_pb2.PositionLogprobs, logprobs: Logprobs) -> None:
         position.top.add(token_id=token_id, logprob=logprob)
 
 
-def execute_finished(end: StreamEnd) -> worker_pb2.ExecuteFinished:
+def execute_finished(end: StreamEnd, kv_block_bytes: int) -> worker_pb2.ExecuteFinished:
     message = "the worker is shutting down" if end.kind is EndKind.ABORTED else end.message
     finished = worker_pb2.ExecuteFinished(outcome=_OUTCOMES[end.kind], message=message)
     if end.request_end is not None:
@@ -175,6 +175,8 @@ def execute_finished(end: StreamEnd) -> worker_pb2.ExecuteFinished:
         finished.decode_ms = end.request_end.decode_s * 1e3
         finished.swaps = end.request_end.num_swaps
         finished.evictions = end.request_end.num_evictions
+        finished.kv_byte_seconds = end.request_end.kv_block_s * kv_block_bytes
+        finished.adapter_byte_seconds = end.request_end.adapter_byte_s
     return finished
 
 

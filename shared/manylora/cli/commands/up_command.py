@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from manylora_shared.dialects import ReasoningParser, ToolParser
 
 from manylora.cli.output import HTTP_PORT_STEP, run
+
+if TYPE_CHECKING:
+    from manylora.local.cluster import ClusterOptions
 
 DEFAULT_PORT = 7070
 
@@ -53,7 +58,9 @@ ReasoningParserOption = Annotated[
 ModelOption = Annotated[
     str, typer.Option(help="Folder of a Hugging Face model, or its cached hub id; `demo` comes along.")
 ]
-Data = Annotated[Path, typer.Option(file_okay=False, help="Folder of the cluster's state: etcd, adapters, logs.")]
+Data = Annotated[
+    Path, typer.Option(file_okay=False, help="Folder of the cluster's state: etcd, adapters, usage, logs.")
+]
 Pools = Annotated[
     list[str] | None,
     typer.Option(
@@ -110,6 +117,10 @@ Encryption = Annotated[
         "default: nothing is sealed. MANYLORA_ENCRYPTION_ACCESS names the YAML file of what the service asks for."
     ),
 ]
+Ledger = Annotated[
+    str, typer.Option(metavar="PLACE", help="Where usage is kept: sqlite:FILE; none; default: usage.sqlite in --data.")
+]
+Prices = Annotated[str, typer.Option(metavar="FILE", help="YAML file of the price list; default: rows have no price.")]
 DrainS = Annotated[
     float | None,
     typer.Option(min=0, help="Seconds that running requests may go on at the end; default: the worker's choice."),
@@ -162,40 +173,30 @@ def up(
     adapter_store_access: AdapterStoreAccess = "",
     adapter_sources: AdapterSources = "",
     encryption: Encryption = "",
+    ledger: Ledger = "",
+    prices: Prices = "",
     drain_s: DrainS = None,
 ) -> None:
     """Run a local cluster in the foreground; prints one JSON line when it serves."""
+    options = _options(locals())
+    from manylora.cli import cluster
+
+    run(cluster.up(options, tenants), as_json=False)
+
+
+def _options(given: Mapping[str, Any]) -> ClusterOptions:
+    """Those of `up`, by their names."""
     from manylora.cli import cluster
     from manylora.local.cluster import ClusterOptions
 
-    options = ClusterOptions(
-        model=cluster.model_source(model),
-        model_name=model_name or cluster.name_of(model),
-        data=data,
-        workers=workers,
-        pools=cluster.pools_of(pool or []),
-        routers=routers,
-        device=device,
-        port=port,
-        http_port=http_port if http_port is not None else _http_port(port),
-        etcd=etcd,
-        dtype=dtype,
-        model_aliases=tuple(model_alias or ()),
-        generation_config=generation_config.value,
-        tool_parser=tool_parser,
-        reasoning_parser=reasoning_parser,
-        quantization=quantization.value,
-        kv_cache_mb=kv_cache_mb,
-        max_lora_rank=max_lora_rank, max_model_len=max_model_len,
-        schedulers=schedulers,
-        tls=tls,
-        sequence_slots=sequence_slots,
-        device_adapter_mb=device_adapter_mb,
-        host_adapter_mb=host_adapter_mb,
-        adapter_cache_mb=adapter_cache_mb,
-        tensor_parallel=tensor_parallel,
-        adapter_store=adapter_store, adapter_store_access=adapter_store_access, adapter_sources=adapter_sources,
-        encryption=encryption,
-        drain_s=drain_s,
-    )  # fmt: skip
-    run(cluster.up(options, tenants), as_json=False)
+    names = {field.name for field in dataclasses.fields(ClusterOptions)} & given.keys()
+    options = {name: given[name].value if isinstance(given[name], enum.Enum) else given[name] for name in names}
+    port, http_port = given["port"], given["http_port"]
+    options |= {
+        "model": cluster.model_source(given["model"]),
+        "model_name": given["model_name"] or cluster.name_of(given["model"]),
+        "model_aliases": tuple(given["model_alias"] or ()),
+        "pools": cluster.pools_of(given["pool"] or []),
+        "http_port": http_port if http_port is not None else _http_port(port),
+    }
+    return ClusterOptions(**options)

@@ -77,6 +77,7 @@ class Exchange:
         self.tenant = ""  # that the caller may ask for; empty: not known
         self._room = room
         self.path: str = scope["path"]
+        self.query: bytes = scope.get("query_string", b"")
         self.parameters: Mapping[str, str] = scope.get("path_params", {})
         self.peer = str((scope.get("client") or ("",))[0])
         self.headers = _headers(scope["headers"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
@@ -76,6 +76,7 @@ _ANSWERS = {
     "Models": _told(object="string", data="array"),
     "Model": _told(id="string", object="string", created="integer", owned_by="string"),
     "Version": _told(version="string"),
+    "Usage": _told(object="string", data="array"),
     "Error": {
         "type": "object",
         "properties": {
@@ -106,6 +107,7 @@ class Operation:
     needs_key: bool = True
     has_events: bool = False
     error: str = "Error"
+    query: Mapping[str, str] = field(default_factory=dict)  # its fields, and what they say
 
     def document(self, parameters: list[dict[str, Any]]) -> dict[str, Any]:
         content = {_JSON: {"schema": _ref(self.answer)}} if self.answer else {_TEXT: {"schema": {"type": "string"}}}
@@ -116,8 +118,9 @@ class Operation:
             "default": {"description": "Refused, or failed.", "content": {_JSON: {"schema": _ref(self.error)}}},
         }
         found: dict[str, Any] = {"summary": self.summary, "responses": responses}
+        parameters = parameters + [_in("query", name, text) for name, text in self.query.items()]
         if self.needs_key:
-            parameters = parameters + [_header(name, text) for name, text in _HEADERS.items()]
+            parameters = parameters + [_in("header", name, text) for name, text in _HEADERS.items()]
             found["security"] = [{"key": []}]
         if parameters:
             found["parameters"] = parameters
@@ -156,6 +159,7 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
     "/v1/models/{id}": {"get": Operation("One of them", "Model")},
     "/v1/load_lora_adapter": {"post": Operation("Adds an adapter, as in vLLM", "", "LoadAdapterRequest")},
     "/v1/unload_lora_adapter": {"post": Operation("Removes one", "", "UnloadAdapterRequest")},
+    "/v1/usage": {"get": Operation("What requests have used, by row or summed", "Usage", query=schemas.USAGE)},
     "/metrics": {"get": Operation("Prometheus' text, for operators", "")},
 }
 
@@ -185,8 +189,8 @@ def _path_parameters(path: str) -> list[dict[str, Any]]:
     return [named] if "{id}" in path else []
 
 
-def _header(name: str, text: str) -> dict[str, Any]:
-    return {"name": name, "in": "header", "description": text, "schema": {"type": "string"}}
+def _in(place: str, name: str, text: str) -> dict[str, Any]:
+    return {"name": name, "in": place, "description": text, "schema": {"type": "string"}}
 
 
 def _ref(name: str) -> dict[str, str]:

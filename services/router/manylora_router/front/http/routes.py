@@ -28,6 +28,7 @@ from manylora_router.front.http.api.around.adapters import load, unload
 from manylora_router.front.http.api.around.feedback import feedback
 from manylora_router.front.http.api.around.models import health, list_models, metrics, one_model, ready, version
 from manylora_router.front.http.api.around.tokens import detokenize, tokenize, tokenizer_info
+from manylora_router.front.http.api.around.usage import usage
 from manylora_router.front.http.api.chat import chat
 from manylora_router.front.http.api.completions import complete
 from manylora_router.front.http.api.messages import AnthropicErrors, count_tokens, create
@@ -66,6 +67,7 @@ _GUARDED: Mapping[str, Mapping[str, Handler]] = {  # in the name of the tenant t
 _OWN: Mapping[str, Mapping[str, Handler]] = {  # in the caller's own name
     "/v1/load_lora_adapter": {"POST": load},
     "/v1/unload_lora_adapter": {"POST": unload},
+    "/v1/usage": {"GET": usage},
     f"{data.PREFIX}me": {"GET": data.me},
     f"{data.PREFIX}status": {"GET": data.status},
     f"{data.PREFIX}history": {"GET": data.history},

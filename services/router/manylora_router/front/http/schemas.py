@@ -324,3 +324,12 @@ LOAD = closed(
     ("lora_name", "lora_path"),
 )
 UNLOAD = closed({"lora_name": {"type": "string", "minLength": 1}, "lora_int_id": _ANY}, ("lora_name",))
+USAGE = {
+    "tenant": "the tenant; an operator's key without one sees all",
+    "by": "what is summed by, with commas: tenant, adapter, version, class, key, pool, model, outcome, day, month; "
+    "total: one sum; none: a row a request",
+    "since": "ends from then on: 2026-11-25, 2026-11-25T12:00:00Z or Unix seconds",
+    "until": "ends before then",
+    "after": "the last page's `after`",
+    "limit": "rows of a page, at most 1000",
+}

@@ -1,0 +1,87 @@
+"""What `manylora usage report` and `reconcile` do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from manylora_shared.ledger.row import LOST
+from manylora_shared.ledger.usage import month as bounds_of
+
+from manylora.cli.output import EXIT_FAILED, Target, print_json, print_table, say, usage_error
+from manylora.client import Client, QuotaStatus
+from manylora.reports.usage_page import Reconciled, TenantMonth, amount, usage_page
+from manylora.reports.usage_rows import as_csv
+
+_TABLES = ("day", "adapter,version", "class", "key")
+_LINES = ("tenant", "day", "adapter", "version", "class", "key")
+_SHOWN = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "kv_byte_seconds", "price")
+
+
+async def report(target: Target, month: str, tenant: str, *, to_csv: Path | None, html: Path | None) -> None:
+    since, until = bounds_of(month)
+    between = {"tenant": tenant, "since_unix_s": since, "until_unix_s": until}
+    async with target.client() as client:
+        totals, currency = await client.usage.sums(["tenant"], **between)  # type: ignore[arg-type]
+        lines, _ = await client.usage.sums(_LINES, **between)  # type: ignore[arg-type]
+        months = []
+        for total in totals:
+            own = {**between, "tenant": total["tenant"]}
+            tables = {by: (await client.usage.sums(by.split(","), **own))[0] for by in _TABLES}
+            months.append(TenantMonth(total["tenant"], total, tables))
+        books = await _books(client, tenant) if html is not None else None
+    if to_csv is not None:
+        _write(to_csv, as_csv(lines), "--csv")
+    if html is not None:
+        _write(html, usage_page(month, currency, months, books), "--html")
+    columns = ("tenant", "requests", "prompt", "cached", "completion", "KV GB-h", f"price {currency}".strip())
+    rows = [(total["tenant"], *(amount(name, total[name]) for name in _SHOWN)) for total in totals]
+    print_table(columns, rows, empty=f"no request ended in {month}")
+
+
+async def reconcile(target: Target, tenant: str, *, as_json: bool) -> None:
+    """Ends with a failure where the books differ."""
+    async with target.client() as client:
+        books = await _books(client, tenant)
+    if as_json:
+        print_json({"flows": [{**vars(each), "difference": each.difference} for each in books]})
+    else:
+        columns = ("tenant", "class", "ledger", "settled by quotas", "difference", "lost with a router")
+        cells = [
+            (each.tenant, each.qos_class, *(f"{n:,}" for n in (each.ledger, each.quotas, each.difference, each.lost)))
+            for each in books
+        ]
+        print_table(columns, cells, empty="nothing was settled yet")
+    if any(each.difference for each in books):
+        say("the ledger and the quotas differ; requests that end while this is read do, for a moment")
+        raise typer.Exit(EXIT_FAILED)
+
+
+async def _books(client: Client, tenant: str) -> list[Reconciled]:
+    status = await client.status()
+    sums, _ = await client.usage.sums(["tenant", "class", "outcome"], tenant=tenant)
+    quotas = status.scheduler.quotas if status.scheduler is not None else ()
+    return reconciled(sums, [quota for quota in quotas if tenant in ("", quota.tenant_id)])
+
+
+def reconciled(sums: Sequence[Mapping[str, Any]], quotas: Sequence[QuotaStatus]) -> list[Reconciled]:
+    """`sums`: by tenant, class and outcome."""
+    ledger: dict[tuple[str, str], int] = {}
+    lost: dict[tuple[str, str], int] = {}
+    for each in sums:
+        books = lost if each["outcome"] == LOST else ledger
+        flow = each["tenant"], each["class"]
+        tokens = each["prompt_tokens"] - each["cached_tokens"] + each["completion_tokens"] + each["unread_tokens"]
+        books[flow] = books.get(flow, 0) + tokens
+    settled = {(quota.tenant_id, quota.qos_class): quota.settled_tokens for quota in quotas}
+    flows = sorted({*ledger, *lost, *settled})
+    return [Reconciled(*flow, ledger.get(flow, 0), settled.get(flow, 0), lost.get(flow, 0)) for flow in flows]
+
+
+def _write(path: Path, text: str, option: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise usage_error(f"{option}: {e}") from None
