@@ -152,6 +152,15 @@ CLUSTER = (
         "bytes",
         {"logs": gauge(Metrics.LEDGER_BACKLOG)},
     ),
+    Panel(
+        "Workers of pools, there and wanted",
+        "short",
+        {
+            "{{pool}} there": gauge(Metrics.POOL_WORKERS, Attribute.POOL, over="max"),
+            "{{pool}} wanted": gauge(Metrics.POOL_WORKERS_WANTED, Attribute.POOL, over="max"),
+        },
+    ),
+    Panel("Load of pools", "percentunit", {"{{pool}}": gauge(Metrics.POOL_LOAD, Attribute.POOL, over="max")}),
     Panel("Used part of etcd's quota", "percentunit", {"etcd": gauge(Metrics.ETCD_USED_PART, over="max")}),
     Panel(
         "Certificates end in",
@@ -431,6 +440,14 @@ def rules() -> dict[str, Any]:
                         f"max({Metrics.OVERLOAD_LEVEL.series}) > 0",
                         "ticket",
                         "Requests are given up for lack of capacity",
+                        "10m",
+                    ),
+                    _rule(
+                        "PoolTooSmall",
+                        f"{gauge(Metrics.POOL_WORKERS_WANTED, Attribute.POOL, over='max')} > "
+                        f"{gauge(Metrics.POOL_WORKERS, Attribute.POOL, over='max')}",
+                        "ticket",
+                        "Pool {{ $labels.pool }} has fewer workers than what is asked of it needs",
                         "10m",
                     ),
                     _rule(

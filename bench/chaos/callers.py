@@ -1,7 +1,7 @@
 """Callers beside a fault, and what they saw: tenant `busy` with long answers, tenant `calm` with short ones.
 
-Of the busy ones some use the Python client with both routers and its own retries, the others one router each and no
-retry: what a plain gRPC caller sees.
+Of the busy ones some use the Python client with both routers, which goes on at the other one; the others are plain gRPC
+callers of one router each.
 """
 
 from __future__ import annotations
@@ -10,13 +10,21 @@ import asyncio
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from manylora.client import Client, Delta, RequestFailed, RetryPolicy, Sampling
+from manylora.client import Client, Delta, RequestFailed, Sampling
+from manylora.v1 import common_pb2, inference_pb2
+from manylora_shared.errors import RpcError
+from manylora_shared.metadata import ADAPTER_KEY, TENANT_KEY
+from manylora_shared.tenancy.identity import bearer
+from manylora_shared.transport.base import Channel, methods_of
+from manylora_shared.transport.grpc_transport import GrpcTransport
 
-from bench.chaos.cluster import ADAPTER, ONCE, ChaosCluster
+from bench.chaos.cluster import ADAPTER, ChaosCluster
+
+GENERATE = methods_of(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"])["Generate"]
 
 PROMPTS = 6
 LONG_TOKENS = 160
@@ -40,6 +48,16 @@ class Seen:
     code: str = ""  # empty: completed
     tokens: tuple[int, ...] = ()
     resumed: bool = False
+    last_s: float = 0.0  # of its newest frame
+
+    def got(self, token_ids: Iterable[int]) -> None:
+        now = time.monotonic()
+        if self.first_s is None:
+            self.first_s = now
+        else:
+            self.longest_gap_s = max(self.longest_gap_s, now - self.last_s)
+        self.last_s = now
+        self.tokens += tuple(token_ids)
 
 
 @dataclass(frozen=True)
@@ -49,7 +67,7 @@ class Summary:
     changed: int
     hung: int
     resumed: int
-    pause_p95_s: float | None  # of the longest gap of each answer that was running when it happened
+    pause_p95_s: float | None  # of the longest gap of each answer that ran when it began
     calm_ttft_p95_ms: float | None
     availability: float  # of the calm tenant
 
@@ -64,6 +82,7 @@ class Callers:
         self._is_asking = True
         self._tasks: list[asyncio.Task[Any]] = []
         self._clients: list[Client] = []
+        self._channels: list[Channel] = []
 
     def start(self) -> None:
         routers = self.cluster.routers
@@ -72,13 +91,14 @@ class Callers:
             for number in range(PATIENT // 2):
                 self._tasks.append(asyncio.create_task(self._stream_on(both, "patient", number)))
         for address in routers:
-            alone = self._client("busy", [address], ONCE)
+            channel = GrpcTransport().connect(address)
+            self._channels.append(channel)
             for number in range(PLAIN):
-                self._tasks.append(asyncio.create_task(self._stream_on(alone, "plain", number)))
+                self._tasks.append(asyncio.create_task(self._stream_on(channel, "plain", number)))
         self._tasks.append(asyncio.create_task(self._ask_calmly(self._client("calm"))))
 
-    def _client(self, tenant: str, routers: Sequence[str] = (), retry: RetryPolicy | None = None) -> Client:
-        client = self.cluster.client(tenant=tenant, routers=routers, retry=retry)
+    def _client(self, tenant: str, routers: Sequence[str] = ()) -> Client:
+        client = self.cluster.client(tenant=tenant, routers=routers)
         self._clients.append(client)
         return client
 
@@ -93,8 +113,10 @@ class Callers:
                 raise ended
         for client in self._clients:
             await client.close()
+        for channel in self._channels:
+            await channel.close()
 
-    async def _stream_on(self, client: Client, caller: str, number: int) -> None:
+    async def _stream_on(self, client: Client | Channel, caller: str, number: int) -> None:
         while self._is_asking:
             seen = await self._ask(client, caller, number % PROMPTS, LONG_TOKENS)
             if seen.code:
@@ -111,29 +133,48 @@ class Callers:
             await asyncio.sleep(CALM_EACH_S)
         await asyncio.gather(*asked)
 
-    async def _ask(self, client: Client, caller: str, prompt: int, max_tokens: int) -> Seen:
+    async def _ask(self, client: Client | Channel, caller: str, prompt: int, max_tokens: int) -> Seen:
         seen = Seen(caller, prompt, time.monotonic())
         self.seen.append(seen)
-        tokens: list[int] = []
-        last_s = seen.began_s
-        stream = client.generate(**request(self.cluster, prompt, max_tokens), timeout_s=END_S)
         try:
-            async for event in stream:
-                if isinstance(event, Delta):
-                    now = time.monotonic()
-                    if seen.first_s is None:
-                        seen.first_s = now
-                    else:
-                        seen.longest_gap_s = max(seen.longest_gap_s, now - last_s)
-                    last_s = now
-                    tokens += event.token_ids
-            seen.resumed = bool(stream.result().usage.resumed)
-            seen.code = "" if stream.result().outcome == "completed" else str(stream.result().outcome)
+            if isinstance(client, Client):
+                await self._read(client, seen, max_tokens)
+            else:
+                await self._read_plainly(client, seen, max_tokens)
         except RequestFailed as error:
             seen.code = error.code
-        seen.tokens = tuple(tokens)
+        except RpcError as error:
+            seen.code = error.code.name
         seen.ended_s = time.monotonic()
         return seen
+
+    async def _read(self, client: Client, seen: Seen, max_tokens: int) -> None:
+        stream = client.generate(**request(self.cluster, seen.prompt, max_tokens), timeout_s=END_S)
+        async for event in stream:
+            if isinstance(event, Delta):
+                seen.got(event.token_ids)
+        seen.resumed = bool(stream.result().usage.resumed)
+        seen.code = "" if stream.result().outcome == "completed" else str(stream.result().outcome)
+
+    async def _read_plainly(self, channel: Channel, seen: Seen, max_tokens: int) -> None:
+        asked = request(self.cluster, seen.prompt, max_tokens)
+        message = inference_pb2.GenerateRequest(max_tokens=max_tokens, ignore_eos=True)
+        message.sampling.temperature, message.sampling.seed = 0.0, seen.prompt
+        if isinstance(asked["prompt"], str):
+            message.text = asked["prompt"]
+        else:
+            message.token_ids.ids.extend(asked["prompt"])
+        metadata = {**bearer(self.cluster.key), TENANT_KEY: "busy"}
+        if asked["adapter"]:
+            metadata[ADAPTER_KEY] = asked["adapter"]
+        stream = channel.stream(GENERATE, message, timeout=END_S, metadata=metadata)
+        while (frame := await stream.read()) is not None:
+            if frame.HasField("delta"):
+                seen.got(frame.delta.token_ids)
+            if frame.HasField("finished"):
+                seen.resumed = bool(frame.finished.usage.resumed)
+                is_done = frame.finished.outcome == common_pb2.OUTCOME_COMPLETED
+                seen.code = "" if is_done else common_pb2.Outcome.Name(frame.finished.outcome)
 
     def summary(self, since_s: float, until_s: float) -> Summary:
         """Of what ran, or came, between these times."""
@@ -142,7 +183,8 @@ class Callers:
         calm = [s for s in told if s.caller == "calm"]
         by_caller = {caller: [s for s in told if s.caller == caller] for caller in ("patient", "plain", "calm")}
         ttfts = [1e3 * (s.first_s - s.began_s) for s in calm if s.first_s is not None]
-        gaps = [s.longest_gap_s for s in busy if s.ended_s is not None and not s.code]
+        struck = [s for s in busy if s.began_s < since_s]
+        gaps = [s.longest_gap_s for s in struck if s.ended_s is not None and not s.code]
         completed = sum(s.ended_s is not None and not s.code for s in calm)
         return Summary(
             requests={caller: len(each) for caller, each in by_caller.items()},

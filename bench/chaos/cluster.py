@@ -149,7 +149,7 @@ class ChaosCluster:
         return True
 
     def _command_of(self, name: str, command: list[str]) -> list[str]:
-        if self.setting.clocks:
+        if self.setting.clocks and not (self.setting.is_fake and name in WORKERS):  # a fake's pace is time.sleep's
             self._clock_file(name).write_text("+0")
             command = ["env", f"LD_PRELOAD={FAKETIME}", f"FAKETIME_TIMESTAMP_FILE={self._clock_file(name)}",
                        "FAKETIME_DONT_FAKE_MONOTONIC=1", "FAKETIME_CACHE_DURATION=1", *command]  # fmt: skip
@@ -171,18 +171,30 @@ class ChaosCluster:
         return self.local
 
     @property
+    def key(self) -> str:
+        return self._running.key_file.read_text().strip()
+
+    @property
     def routers(self) -> list[str]:
         return self._running.router_addresses
 
     def client(self, *, tenant: str, routers: Sequence[str] = (), retry: RetryPolicy | None = None) -> Client:
         """retry: None: the client's own."""
-        key = self._running.key_file.read_text().strip()
+        key = self.key
         at = ",".join(routers or self.routers)
         return Client(at, key=key, tenant=tenant) if retry is None else Client(at, key=key, tenant=tenant, retry=retry)
+
+    async def epoch(self) -> int:
+        return (await self.operator.status()).scheduler.epoch
 
     async def leader(self) -> str:
         address = (await self.operator.status()).scheduler.address
         return next(name for name, child in self._running.children.items() if child.ready.get("address") == address)
+
+    async def busiest(self) -> str:
+        """Of the workers."""
+        workers = (await self.operator.status()).workers
+        return max(workers, key=lambda worker: worker.running).worker_id
 
     async def standby(self) -> str:
         leader = await self.leader()
@@ -228,8 +240,9 @@ class ChaosCluster:
         store = EtcdStore([self._etcd_at])
         try:
             with suppress(StoreUnavailable):
-                for number in range(2 * ETCD_QUOTA_MB):
-                    await store.put(f"/filler/{number}", os.urandom(1 << 20))
+                for number in range(4 * ETCD_QUOTA_MB):
+                    await store.put(f"/filler/{number}", os.urandom(1 << 19))
+                raise RuntimeError("etcd takes more than its quota")
         finally:
             await store.close()
 

@@ -24,6 +24,7 @@ class Effect:
     availability: float = 1.0
     plain_codes: Sequence[str] = ()
     patient_codes: Sequence[str] = ()
+    new_leader: bool | None = False  # None: it may be
 
     def broken(self, seen: Summary) -> list[str]:
         """In which points what was seen goes beyond it."""
@@ -82,6 +83,8 @@ class _Freeze:
 async def _resolved(cluster: ChaosCluster, role: str) -> str:
     if role == "leader":
         return await cluster.leader()
+    if role == "worker":
+        return await cluster.busiest()
     return await cluster.standby() if role == "standby" else role
 
 
@@ -94,7 +97,7 @@ async def _nothing(cluster: ChaosCluster) -> None: ...
 
 
 async def _drain_worker(cluster: ChaosCluster) -> None:
-    await cluster.operator.drain("worker-0")
+    await cluster.operator.drain(await cluster.busiest())
 
 
 async def _drain_leader(cluster: ChaosCluster) -> None:
@@ -116,11 +119,11 @@ async def _drop_prefixes(cluster: ChaosCluster) -> None:
 
 
 async def _cut_worker(cluster: ChaosCluster) -> None:
-    cluster.isolate("worker-0")
+    cluster.isolate(await cluster.busiest())
 
 
 async def _cut_worker_from_leader(cluster: ChaosCluster) -> None:
-    cluster.cut(await cluster.leader(), "worker-0")
+    cluster.cut(await cluster.leader(), await cluster.busiest())
 
 
 async def _cut_router_from_leader(cluster: ChaosCluster) -> None:
@@ -136,7 +139,7 @@ async def _cut_leader(cluster: ChaosCluster) -> None:
 
 
 async def _cut_routers_from_worker(cluster: ChaosCluster) -> None:
-    cluster.cut("worker-0", *ROUTERS)
+    cluster.cut(await cluster.busiest(), *ROUTERS)
 
 
 async def _mend(cluster: ChaosCluster) -> None:
@@ -158,23 +161,23 @@ async def _clocks_back(cluster: ChaosCluster) -> None:
 
 # A frozen worker is missed after 3 s, a silent leader after 2; then work goes on elsewhere.
 _LOST = Effect(pause_p95_s=5.0, calm_ttft_p95_ms=6_000)
-_LEADERLESS = Effect(calm_ttft_p95_ms=5_000)
+_LEADERLESS = Effect(calm_ttft_p95_ms=5_000, new_leader=True)
 _ROUTER = Effect(pause_p95_s=6.0, calm_ttft_p95_ms=6_000, plain_codes=("UNAVAILABLE", "DEADLINE_EXCEEDED"))
 
 FAULTS: tuple[Fault, ...] = (
     Fault("nothing", Effect(), _nothing),
-    Fault("worker killed", _LOST, _kill("worker-0")),
-    _frozen("worker frozen", "worker-0", _LOST),
-    Fault("worker drained", Effect(), _drain_worker),
+    Fault("worker killed", _LOST, _kill("worker")),
+    _frozen("worker frozen", "worker", _LOST),
+    Fault("worker drained", Effect(calm_ttft_p95_ms=5_000), _drain_worker),
     Fault("leader killed", _LEADERLESS, _kill("leader")),
     _frozen("leader frozen", "leader", _LEADERLESS),
-    Fault("leader drained", Effect(), _drain_leader),
+    Fault("leader drained", Effect(new_leader=True), _drain_leader),
     Fault("standby killed", Effect(), _kill("standby")),
     Fault("router killed", _ROUTER, _kill("router-1")),
     _frozen("router frozen", "router-1", _ROUTER),
     Fault("router drained", _ROUTER, _drain_router),
     Fault("etcd killed", Effect(), _kill(ETCD)),
-    _frozen("etcd frozen", ETCD, Effect()),
+    _frozen("etcd frozen", ETCD, Effect(new_leader=None)),
     Fault(
         "etcd's quota full",
         Effect(),
@@ -182,7 +185,14 @@ FAULTS: tuple[Fault, ...] = (
         ETCD_FULL_S,
         ChaosCluster.clear_quota,
     ),
-    Fault("etcd's disk full", Effect(), ChaosCluster.fill_disk, ETCD_FULL_S, ChaosCluster.clear_disk, "has_disk"),
+    Fault(
+        "etcd's disk full",
+        Effect(new_leader=None),
+        ChaosCluster.fill_disk,
+        ETCD_FULL_S,
+        ChaosCluster.clear_disk,
+        "has_disk",
+    ),
     Fault("worker cut off", _LOST, _cut_worker, FROZEN_S, _mend, "networks"),
     Fault("worker cut from the leader", _LOST, _cut_worker_from_leader, FROZEN_S, _mend, "networks"),
     Fault("worker cut from the routers", _LOST, _cut_routers_from_worker, FROZEN_S, _mend, "networks"),

@@ -128,6 +128,16 @@ def test_alerts_fire_when_they_should_and_not_before(tmp_path: Path) -> None:
         scene(
             {'manylora_rollout_decisions_total{kind="promote",reason="errors"}': "0x5 1x20"}, "10m", {"RolledBack": []}
         ),
+        scene(
+            {
+                'manylora_pool_workers_wanted{pool="small",instance="s"}': "3x30",
+                'manylora_pool_workers{pool="small",instance="s"}': "2x30",
+                'manylora_pool_workers_wanted{pool="default",instance="s"}': "2x30",
+                'manylora_pool_workers{pool="default",instance="s"}': "2x30",
+            },
+            "20m",
+            {"PoolTooSmall": [{"severity": "ticket", "pool": "small"}]},
+        ),
         scene({"manylora_unmet_pins": "1x20"}, "10m", {"UnmetPins": [{"severity": "ticket"}]}),
     ]
     tests = {"rule_files": [str(boards.RULES)], "evaluation_interval": "1m", "tests": scenes}

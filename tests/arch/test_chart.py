@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from manylora_shared.telemetry.registry import LABELS, Metrics
 
 from deploy import boards
 from tests.helm_chart import (
@@ -224,6 +225,10 @@ def test_each_pool_has_workers_of_its_own_and_routers_read_all_their_models() ->
     assert "--pool=small" in container(small["template"]["spec"])["args"]
     scaled = {d["metadata"]["name"]: d["spec"]["triggers"] for d in documents(TWO_POOLS) if d["kind"] == "ScaledObject"}
     (trigger,) = scaled["manylora-worker-small"]
+    wanted = Metrics.POOL_WORKERS_WANTED
+    assert (wanted.series, [LABELS[name] for name in wanted.labels]) == ("manylora_pool_workers_wanted", ["pool"])
+    hpa = named(HPA, "HorizontalPodAutoscaler", "manylora-worker-default")["spec"]["metrics"][0]["external"]["metric"]
+    assert hpa == {"name": wanted.series, "selector": {"matchLabels": {"pool": "default"}}}
     assert trigger["metadata"]["query"] == 'max(manylora_pool_workers_wanted{pool="small",namespace="llm"})'
 
 

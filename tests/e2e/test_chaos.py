@@ -26,6 +26,7 @@ async def test_what_callers_see_stays_within_what_is_stated(tmp_path: Path) -> N
             assert (line["changed"], line["hung"], line["availability"]) == (0, 0, 1.0), line
             assert line["requests"]["calm"] > 10
             assert (line["resumed"] > 0) == (name == "worker killed"), line
+            assert line["new_leader"] == (name == "leader killed"), line
 
 
 def seen(**changes: object) -> Summary:
@@ -57,8 +58,11 @@ def test_a_fault_is_contained_or_not_and_the_table_says_in_what() -> None:
         line = line_of(worker, seen(**changes), 1.0)
         assert said in line["beyond"]
         assert f"**no**: {'; '.join(line['beyond'])}" in table([line])
+    led = line_of(worker, seen(errors={"patient": {}, "plain": {}, "calm": {}}), 1.0, new_leader=True)
+    assert led["beyond"] == ["another scheduler leads"]
+    assert "nothing was done" in line_of(BY_NAME["leader killed"], seen(), 1.0)["beyond"][-1]
     told = table([line_of(router, seen(pause_p95_s=None), 2.04)]).splitlines()
-    assert told[-1] == "| router killed | 0 of 4 | 2 UNAVAILABLE of 4 | 0 | 3 | - | 90 | 100.0 % | 2.0 | yes |"
+    assert told[-1] == "| router killed | 0 of 4 | 2 UNAVAILABLE of 4 | 0 | 3 | - | 90 | 100.0 % |  | 2.0 | yes |"
 
 
 def test_what_ran_beside_the_fault_counts_and_a_changed_token_is_found() -> None:
@@ -66,14 +70,15 @@ def test_what_ran_beside_the_fault_counts_and_a_changed_token_is_found() -> None
     callers.seen = [
         Seen("patient", 0, 0.0, 0.1, 1.0, 0.3, tokens=(9,)),  # before
         Seen("patient", 0, 0.0, 0.1, 3.0, 0.3, tokens=(1, 2, 3), resumed=True),
-        Seen("plain", 0, 2.5, 2.6, 4.0, 0.9, tokens=(1, 7)),
+        Seen("plain", 0, 1.5, 2.6, 4.0, 0.9, tokens=(1, 7)),
+        Seen("plain", 0, 2.5, 2.6, 4.0, 5.0, tokens=(1,)),  # it came later
         Seen("plain", 0, 2.5, code="UNAVAILABLE", ended_s=2.6),
         Seen("calm", 0, 2.5, 2.55, 2.6, tokens=(1,)),
         Seen("calm", 0, 2.7),
         Seen("calm", 0, 9.0, 9.1, 9.2, tokens=(9,)),  # after
     ]
     found = callers.summary(2.0, 5.0)
-    assert found.requests == {"patient": 1, "plain": 2, "calm": 2}
+    assert found.requests == {"patient": 1, "plain": 3, "calm": 2}
     assert found.errors == {"patient": {}, "plain": {"UNAVAILABLE": 1}, "calm": {}}
     assert (found.changed, found.hung, found.resumed, found.availability) == (1, 1, 1, 0.5)
     assert found.pause_p95_s == pytest.approx(0.87)
