@@ -1,7 +1,7 @@
 """A real Prometheus over TLS: it scrapes a running cluster, takes every rule, and every query of a board finds data.
 
-The hour that boards show is shortened to half a minute: calm traffic, and a storm in between that takes more adapters,
-memory and time than there are.
+The hour that boards show is shortened to half a minute: calm traffic with a rollout that is taken back, and a storm in
+between that takes more adapters, memory and time than there are and loses the worker.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import yaml
-from manylora.client import Client, RequestFailed
+from manylora.client import AutoRollout, Client, RequestFailed
 from manylora.client.credentials import read_key
 from manylora.demo import BASE_FOLDER, BASE_NAME, adapter_folder
 from manylora.local.cluster import ClusterOptions, LocalCluster
@@ -96,7 +96,11 @@ async def traffic(client: Client, seconds: float) -> None:
         tenant, adapter = (("acme", "upper"), ("birch", "words"), ("acme", ""))[turn % 3]
         request_class = "interactive" if tenant == "acme" else "batch"
         with suppress(RequestFailed):  # for a while after a storm
-            await client.complete(f"ab{turn}", tenant=tenant, adapter=adapter, qos_class=request_class, max_tokens=24)
+            result = await client.complete(
+                f"ab{turn}", tenant=tenant, adapter=adapter, qos_class=request_class, max_tokens=24
+            )
+            if adapter == "upper":
+                await client.feedback(result.request_id, float(not result.adapter.endswith("@2")), tenant=tenant)
         with pytest.raises(RequestFailed):
             await client.complete("x", tenant="birch", adapter="unknown", max_tokens=1)
 
@@ -144,8 +148,15 @@ async def test_a_real_prometheus_finds_all_that_boards_and_rules_name(tmp_path: 
                 for name in ADAPTERS:
                     await client.adapters.add(tenant, name, adapter_folder(name))
             with prometheus(cluster, tmp_path) as address:
+                await client.adapters.add("acme", "upper", adapter_folder("reverse"))
+                await client.adapters.rollout("acme", "upper", to=2, auto=AutoRollout(steps=(50,), min_requests=10))
                 await traffic(client, 5.0)
-                await storm(client, 8.0)
+                await storm(client, 6.0)
+                storming = asyncio.create_task(storm(client, 2.0))
+                await asyncio.sleep(1.0)
+                cluster.children["worker-0"].kill()
+                await storming
+                await client.wait_until_serving(60.0)
                 await traffic(client, 3.0)
                 storming = asyncio.create_task(storm(client, 6.0))  # some of it is there when boards are looked at
                 await asyncio.sleep(3.0)
