@@ -1,7 +1,7 @@
 """Tokens a second of one answer with guesses by prompt lookup and without, by turns.
 
-`repeats`: greedy answers of the model; a model of random weights soon repeats itself, which is the most that lookup can
-gain. `sampled`: temperature 1, where a model of random weights repeats nothing, and no step should be worth a guess.
+`greedy`, `sampled` (temperature 1): the model's own answers, which repeat themselves or do not. `right`: each guess is what
+the same request was answered before, instead of what lookup finds: the most that guesses can gain on this machine.
 
     python -m bench.speculation MODEL [--device cuda] [--rows 1] [--tokens 400] [--rounds 3]
 
@@ -16,13 +16,18 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 from manylora_shared.ids import QosClass, RequestId, TenantId
 from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.config import WorkerConfig
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.kinds.api import EngineRequest, Sampling
+from manylora_worker.kinds.sequence import Sequence as EngineSequence
+from manylora_worker.kinds.speculation import MOST_GUESSES
 from manylora_worker.memory.tenant_shares import TenantShare
 from manylora_worker.models.build import build_engine
 from manylora_worker.models.parts import EngineParts
@@ -31,27 +36,40 @@ from manylora_worker.planning.step_planner import PlannerLimits
 TENANT = TenantId("t")
 SLOTS = 16
 PROMPT_TOKENS = 64
+TEXTS: dict[str, Callable[[int], Sampling]] = {
+    "greedy": lambda row: Sampling(seed=row, temperature=0.0),
+    "sampled": lambda row: Sampling(seed=row, temperature=1.0),
+    "right": lambda row: Sampling(seed=row, temperature=1.0),
+}
 
 
-def run(
-    parts: EngineParts, arguments: argparse.Namespace, *, repeats: bool, speculates: bool
-) -> tuple[float, int, int]:
-    """Tokens a second from the first token on; how many were guessed, and how many rightly."""
+@dataclass(frozen=True)
+class Run:
+    tokens_per_s: float  # from the first token on
+    guessed: int
+    right: int
+    answers: Mapping[RequestId, Sequence[int]]
+
+
+def run(parts: EngineParts, arguments: argparse.Namespace, *, text: str, speculates: bool) -> Run:
     limits = EngineLimits(PlannerLimits(256, 128, SLOTS), AdapterCacheLimits(1 << 20, 1 << 20), max_requests=100)
     core = EngineCore(parts.runner, parts.backend, limits)
     core.set_share(TENANT, TenantShare(speculating=frozenset(QosClass) if speculates else frozenset()))
     rng = random.Random(3)
     for row in range(arguments.rows):
         prompt = tuple(rng.randrange(3, parts.model.vocab_size - 3) for _ in range(PROMPT_TOKENS))
-        sampling = Sampling(seed=row, temperature=0.0 if repeats else 1.0)
+        sampling = TEXTS[text](row)
         request = EngineRequest(
             RequestId(f"r{row}"), TENANT, QosClass.STANDARD, None, prompt, arguments.tokens, sampling
         )
         core.add(request, time.perf_counter())
     began: float | None = None
     count = 0
+    answers: dict[RequestId, list[int]] = {}
     while core.has_work():
         outputs = core.step(time.perf_counter())
+        for output in outputs:
+            answers.setdefault(output.request_id, []).extend(output.token_ids)
         if outputs and began is None:
             began = time.perf_counter()
             continue
@@ -59,7 +77,22 @@ def run(
     assert began is not None
     stats = core.stats()
     assert not stats.failed_steps, core.step_error
-    return count / (time.perf_counter() - began), stats.guessed_tokens, stats.right_guesses
+    return Run(count / (time.perf_counter() - began), stats.guessed_tokens, stats.right_guesses, answers)
+
+
+def known(answers: Mapping[RequestId, Sequence[int]]) -> Callable[[EngineSequence, int], Sequence[int] | None]:
+    """In the place of what guesses."""
+
+    def guess(sequence: EngineSequence, most: int) -> Sequence[int] | None:
+        if not sequence.group.speculates:
+            return ()
+        if sequence.num_pending_tokens:
+            return None
+        told = len(sequence.output_token_ids)
+        most = min(most, MOST_GUESSES, sequence.max_output_tokens - told - 1)
+        return answers[sequence.group.request.request_id][told : told + most]
+
+    return guess
 
 
 def main() -> int:
@@ -76,18 +109,22 @@ def main() -> int:
     )  # fmt: skip
     parts = build_engine(settings)
     try:
-        for text in ("repeats", "sampled"):
-            run(parts, arguments, repeats=text == "repeats", speculates=True)  # warm
-            found = {True: [], False: []}  # type: dict[bool, list[tuple[float, int, int]]]
-            for _ in range(arguments.rounds):
-                for speculates in found:
-                    found[speculates].append(run(parts, arguments, repeats=text == "repeats", speculates=speculates))
-            per_s, without = (statistics.median(each[0] for each in found[on]) for on in (True, False))
-            _, guessed, right = found[True][0]
+        for text in TEXTS:
+            warm = run(parts, arguments, text=text, speculates=False)
+            guess = known(warm.answers) if text == "right" else EngineSequence.guess
+            found: dict[bool, list[Run]] = {True: [], False: []}
+            with mock.patch.object(EngineSequence, "guess", guess):
+                for _ in range(arguments.rounds):
+                    for speculates, runs in found.items():
+                        runs.append(run(parts, arguments, text=text, speculates=speculates))
+            same = all(each.answers == warm.answers for runs in found.values() for each in runs)
+            per_s, without = (statistics.median(each.tokens_per_s for each in found[on]) for on in (True, False))
+            guessed, right = found[True][0].guessed, found[True][0].right
             line = {
                 "bench": "speculation", "text": text, "device": arguments.device, "model": arguments.model.name,
                 "rows": arguments.rows, "tokens": arguments.tokens, "tokens_per_s": round(per_s, 1),
                 "without": round(without, 1), "ratio": round(per_s / without, 3), "guessed": guessed, "right": right,
+                "same_answers": same,
             }  # fmt: skip
             print(json.dumps(line), flush=True)
     finally:

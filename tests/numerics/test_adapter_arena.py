@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from manylora_shared.ids import AdapterDigest, AdapterUid, TenantId, adapter_uid
+from manylora_shared.stores.adapter_rope import RopeScaling
 from manylora_worker.weights.host_memory import HostMemory
 from manylora_worker.weights.layout import HostAdapter, Placed, PlacedSite
 
@@ -34,14 +35,19 @@ def adapter_of(tenant: int, number: int, rank: int, memory: HostMemory) -> HostA
     return HostAdapter(uid, buffer, layout)
 
 
+def _none_scales(scaling: RopeScaling) -> tuple[torch.Tensor, float]:
+    raise AssertionError(scaling)
+
+
 def hand_over(times: int, seed: int) -> int:
     """Returns how many adapters took the place of others."""
     rng = random.Random(seed)
     flat = torch.full((NUM_BLOCKS * BLOCK,), OF_KV)
     by_block = flat.view(NUM_BLOCKS, BLOCK)
     arena = AdapterArena(
-        flat, BLOCK, range(NUM_BLOCKS), num_slots=NUM_BLOCKS, num_composed=1, num_sites=1, max_rank=2 * CHUNK_RANKS
-    )
+        flat, BLOCK, range(NUM_BLOCKS), num_slots=NUM_BLOCKS, num_composed=1, num_sites=1, max_rank=2 * CHUNK_RANKS,
+        num_angles=1, scaled=_none_scales,
+    )  # fmt: skip
     memory = HostMemory(64 * 4096 * WIDTH)
     there: dict[AdapterUid, HostAdapter] = {}
     of_kv: list[int] = []

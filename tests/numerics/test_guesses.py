@@ -41,7 +41,15 @@ def requests(family: Family, uids: Mapping[str | None, AdapterUid | None]) -> li
     return found
 
 
-def run(parts: EngineParts, asked: SequenceOf[EngineRequest], *, speculates: bool) -> tuple[Answers, EngineCore]:
+def run(settings: WorkerConfig, asked: SequenceOf[EngineRequest], *, speculates: bool) -> tuple[Answers, EngineCore]:
+    parts = build_engine(settings)
+    try:
+        return answers(parts, asked, speculates=speculates)
+    finally:
+        parts.backend.close()
+
+
+def answers(parts: EngineParts, asked: SequenceOf[EngineRequest], *, speculates: bool) -> tuple[Answers, EngineCore]:
     limits = EngineLimits(PlannerLimits(48, 17, 16), AdapterCacheLimits(1 << 30, 1 << 20), max_requests=100)
     core = EngineCore(parts.runner, parts.backend, limits)
     core.set_share(TenantId("t"), TenantShare(speculating=frozenset(QosClass) if speculates else frozenset()))
@@ -68,23 +76,19 @@ def test_answers_are_those_without(
         model=str(family.folder), threads=1, adapter_store=tmp_path, device=device, dtype="float32", num_blocks=200,
         host_kv_mb=0, device_adapter_mb=1, sequence_slots=16, max_batch_tokens=48,
     )  # fmt: skip
-    parts = build_engine(settings)
     asked = requests(family, uids)
-    try:
-        plain, without = run(parts, asked, speculates=False)
+    plain, without = run(settings, asked, speculates=False)
 
-        def guess(sequence: Sequence, most: int) -> SequenceOf[int] | None:
-            if not sequence.group.speculates or sequence.num_pending_tokens:
-                return None if sequence.group.speculates else ()
-            answer, known = plain[sequence.group.request.request_id, sequence.choice], len(sequence.output_token_ids)
-            count = min(most, sequence.max_output_tokens - known - 1, 1 + known % 6)
-            wrong = 3 if known % 4 == 1 else 99
-            return [token if i != wrong else 3 for i, token in enumerate(answer[known : known + count])]
+    def guess(sequence: Sequence, most: int) -> SequenceOf[int] | None:
+        if not sequence.group.speculates or sequence.num_pending_tokens:
+            return None if sequence.group.speculates else ()
+        answer, known = plain[sequence.group.request.request_id, sequence.choice], len(sequence.output_token_ids)
+        count = min(most, sequence.max_output_tokens - known - 1, 1 + known % 6)
+        wrong = 3 if known % 4 == 1 else 99
+        return [token if i != wrong else 3 for i, token in enumerate(answer[known : known + count])]
 
-        monkeypatch.setattr(Sequence, "guess", guess)
-        guessed, core = run(parts, asked, speculates=True)
-    finally:
-        parts.backend.close()
+    monkeypatch.setattr(Sequence, "guess", guess)
+    guessed, core = run(settings, asked, speculates=True)
     assert guessed == plain
     stats = core.stats()
     assert stats.guessed_tokens > stats.right_guesses > 100

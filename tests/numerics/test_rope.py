@@ -215,4 +215,4 @@ def test_rotations_side_by_side_by_kernels(
         for row, (stream, oracle, adapter) in zip(logits, streams, strict=True):
             torch.testing.assert_close(row.cpu(), oracle.logits(stream.tokens, adapter)[-1], atol=1e-3, rtol=0)
         for stream, _, _ in streams:
-            stream.output.append(stream.prompt[3])
+            stream.output.append(stream.prompt[0])

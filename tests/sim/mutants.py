@@ -407,7 +407,7 @@ def _not_again(original: Any) -> Any:
     Election,
     "leads",
     "a leader leads until the store tells it that it does not",
-    first=(69,),
+    first=(110,),
 )
 def _leads_on(original: Any) -> Any:
     def leads(self: Any, now: float) -> bool:
@@ -842,7 +842,7 @@ def _copies_of_all(original: Any) -> Any:
     WorkerServicer,
     "execute",
     "a worker refuses grants of a leader that is over",
-    first=(2312,),
+    first=(388,),
 )
 def _unfenced(original: Any) -> Any:
     def execute(self: Any, message: Any, call: Any) -> Any:
