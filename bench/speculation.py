@@ -1,7 +1,7 @@
 """Tokens a second of one answer with guesses by prompt lookup and without, by turns.
 
-`greedy`, `sampled` (temperature 1): the model's own answers, which repeat themselves or do not. `right`: each guess is what
-the same request was answered before, instead of what lookup finds: the most that guesses can gain on this machine.
+`greedy`, `sampled` (temperature 1): the model's own answers, which repeat themselves or do not. `right`: each guess is
+what the same request was answered before, instead of what lookup finds: the most that guesses can gain on this machine.
 
     python -m bench.speculation MODEL [--device cuda] [--rows 1] [--tokens 400] [--rounds 3]
 
