@@ -46,6 +46,14 @@ def test_a_neighbouring_versions_record_can_be_read() -> None:
     assert WorkerRecord.from_json(json.dumps(values).encode()) == WORKER
 
 
+def test_a_large_models_record_can_be_read() -> None:
+    """Llama 3.1's 405B: parameters beyond 32 bits."""
+    large = dataclasses.replace(
+        WORKER, layer_parameters=401_000_000_000, head_parameters=16384 * 128_256, attention_operations=4 * 126 * 16384
+    )
+    assert WorkerRecord.from_json(large.to_json()) == large
+
+
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"7", b"{}", b"\xff", b"[" * 100_000, b"9" * 9_999])
 def test_what_is_no_record_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - json's and codecs' own are among them

@@ -21,7 +21,8 @@ from manylora_shared.ids import DEFAULT_POOL, name_problem
 from manylora_shared.tenancy.adapter_line import AdapterVersion, Line, LineEvent, Rollout
 
 _MAX_COUNT = (1 << 31) - 1
-_MAX_BYTES = (1 << 63) - 1
+_MAX_WIDE = (1 << 63) - 1
+_WIDE = ("_bytes", "_parameters", "_operations")
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def _check(name: str, kind: Any, value: Any) -> None:
         if not isinstance(value, bool):
             raise ValueError(f"{name}: must be true or false")
     elif kind is int:
-        most = _MAX_BYTES if name.endswith("_bytes") else _MAX_COUNT
+        most = _MAX_WIDE if name.endswith(_WIDE) else _MAX_COUNT
         if type(value) is not int or not 0 <= value <= most:
             raise ValueError(f"{name}: must be a whole number from 0 to {most}")
     elif type(value) not in (int, float) or not _is_finite(value):
