@@ -122,7 +122,7 @@ def main() -> int:
     try:
         for text in TEXTS:
             warm = run(parts, arguments, text=text, speculates=False)
-            guess = EngineSequence.guess
+            guess: Callable[[EngineSequence, int], Sequence[int] | None] = EngineSequence.guess
             if text == "right":
                 guess = known(settled(parts, arguments, warm.answers))
             found: dict[bool, list[Run]] = {True: [], False: []}
