@@ -111,9 +111,9 @@ def refusal(folder: Path, **options: Any) -> str:
 @pytest.mark.parametrize(
     ("stated", "named"),
     [
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "gptq"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemm"}, "awq"),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "gptq"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "awq"),
+        ({"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]}, "fp8"),
         (
             {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}},
             "compressed-tensors",

@@ -16,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from manylora_worker.models.quantized.schemes import Scheme, SchemeRefused, scheme_of
+
 _LOG = logging.getLogger(__name__)
 
 Quantization = Literal["none", "nf4"]
@@ -45,6 +47,11 @@ def checked_config(folder: Path, quantization: Quantization, device_type: str) -
         text_config = config.get_text_config()
     except Exception as error:
         raise ModelRefused(f"{folder / 'config.json'}: {said(error)}") from error
+    if quantization == "none":  # weights that are shipped quantized are rebuilt before transformers sees them
+        for each in (config, text_config):
+            if isinstance(each, PretrainedConfig):
+                vars(each).pop("quantization_config", None)
+                vars(each).pop("compression_config", None)
     if config.is_encoder_decoder or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelRefused(f"{folder}: model_type {config.model_type} is not a causal language model")
     for rope in _rope_parameters(text_config):
@@ -170,19 +177,43 @@ def _fields(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from value.items()
 
 
-def _check_quantization(folder: Path, raw: Mapping[str, Any], quantization: Quantization, device_type: str) -> None:
-    """Only bitsandbytes' nf4 on the CPU is computed here as its maker computes it."""
+def shipped_scheme(folder: Path) -> Scheme | None:
+    """Of weights that the folder has quantized, but by bitsandbytes. Raises ModelRefused."""
+    options = _stated_quantization(_json_of(folder / "config.json"))
+    if options is None or options.get("load_in_4bit") or options.get("load_in_8bit"):
+        return None
+    try:
+        return scheme_of(options)
+    except SchemeRefused as error:
+        raise ModelRefused(
+            f"{folder / 'config.json'}: quantization_config: the weights are quantized already ({error}), which is not "
+            "served: take the model's unquantized weights, with --quantization nf4 for 4 bits"
+        ) from error
+
+
+def _stated_quantization(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
     places = [raw, *(part for part in raw.values() if isinstance(part, dict))]
     stated = [place[key] for place in places for key in ("quantization_config", "compression_config") if place.get(key)]
     if not stated:
+        return None
+    return stated[0] if isinstance(stated[0], dict) else {}
+
+
+def _check_quantization(folder: Path, raw: Mapping[str, Any], quantization: Quantization, device_type: str) -> None:
+    """Of bitsandbytes' formats, only nf4 on the CPU is computed here as its maker computes it."""
+    options = _stated_quantization(raw)
+    if options is None:
         return
-    options = stated[0] if isinstance(stated[0], dict) else {}
-    bits = "_4bit" if options.get("load_in_4bit") else "_8bit" if options.get("load_in_8bit") else ""
-    kind = options.get("bnb_4bit_quant_type", "fp4") if bits == "_4bit" else ""
-    method = str(options.get("quant_method") or (f"bitsandbytes{bits}" if bits else "an unnamed method"))
-    label = " ".join(filter(None, (method, bits.strip("_"), kind)))
-    problem = f"{folder / 'config.json'}: quantization_config: the weights are quantized already ({label})"
-    if (bits, kind) != ("_4bit", "nf4"):
+    problem = f"{folder / 'config.json'}: quantization_config: the weights are quantized already"
+    scheme = shipped_scheme(folder)
+    if scheme is not None:
+        if quantization == "nf4":
+            raise ModelRefused(f"{problem} ({scheme.label}), and not once more: start without --quantization nf4")
+        return
+    bits = "4bit" if options.get("load_in_4bit") else "8bit"
+    kind = options.get("bnb_4bit_quant_type", "fp4") if bits == "4bit" else ""
+    problem = f"{problem} ({' '.join(filter(None, ('bitsandbytes', bits, kind)))})"
+    if kind != "nf4":
         raise ModelRefused(
             f"{problem}, which is not served: take the model's unquantized weights, with --quantization nf4 for 4 bits"
         )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from manylora_shared.stores.model_files import ModelNotFound, model_folder, model_name
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from manylora_worker.models.checkpoint import (
@@ -22,6 +22,8 @@ from manylora_worker.models.checkpoint import (
     checked_config,
     max_context_tokens,
     said,
+    shipped_scheme,
+    weight_files,
     without_adapter,
 )
 from manylora_worker.models.digest import model_digest
@@ -29,6 +31,8 @@ from manylora_worker.models.layers.attention import ATTENTION, STEP_KEYWORD, reg
 from manylora_worker.models.layers.kv_cache import KvGeometry
 from manylora_worker.models.layers.lora_linear import FusedMember, FusedProjection, LoraLinear, LoraSwitch
 from manylora_worker.models.layers.packed_linear import WORTH_PACKING, PackedLinear, can_pack
+from manylora_worker.models.quantized.schemes import Scheme
+from manylora_worker.models.quantized.shipped import check_modules, read_shipped
 from manylora_worker.models.ranks.cuts import cut_head, cut_linears, is_summed
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.models.rope import base_rope
@@ -46,6 +50,7 @@ FUSED_PROJECTIONS: Mapping[str, Mapping[str, Sequence[Sequence[str]]]] = {
 
 _LOG = logging.getLogger(__name__)
 
+_LOADING: Mapping[str, Any] = {"attn_implementation": ATTENTION, "output_loading_info": True}
 _ATTENTION_KEYWORDS_WITHOUT_EFFECT = frozenset({"position_ids", "use_cache", "cache_position", "position_embeddings"})
 
 
@@ -298,19 +303,22 @@ def _instantiate(
         else:  # its weights are in 4 bits already
             stated["bnb_4bit_compute_dtype"] = nf4["bnb_4bit_compute_dtype"]
         options["device_map"] = {"": device}
+    scheme = shipped_scheme(folder)
     try:
-        with without_adapter(folder) as plain_folder:
-            model, loading = AutoModelForCausalLM.from_pretrained(
-                plain_folder,
-                config=config,
-                dtype=dtype,
-                attn_implementation=ATTENTION,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                **options,
-            )
-    except Exception as error:  # whatever transformers or a quantizer raise is about this folder
+        if scheme is None:
+            with without_adapter(folder) as plain_folder:
+                model, loading = AutoModelForCausalLM.from_pretrained(
+                    plain_folder,
+                    config=config,
+                    dtype=dtype,
+                    use_safetensors=True,
+                    trust_remote_code=False,
+                    **_LOADING,
+                    **options,
+                )
+        else:
+            model, loading = _from_shipped(folder, scheme, config, dtype)
+    except Exception as error:  # whatever transformers or a quantizer raises is about this folder
         raise ModelRefused(f"{folder}: {said(error)}") from error
     if loading["missing_keys"] or loading["mismatched_keys"]:
         absent = sorted([*loading["missing_keys"], *(str(key) for key in loading["mismatched_keys"])])
@@ -331,6 +339,19 @@ def _instantiate(
                 module.support_avx512bf16_for_cpu = False
     model.eval().requires_grad_(False)
     return model, left_out
+
+
+def _from_shipped(folder: Path, scheme: Scheme, config: PretrainedConfig, dtype: torch.dtype) -> Any:
+    """The model of weights that are rebuilt, and what transformers says of the loading. Raises SchemeRefused."""
+    shipped = read_shipped(weight_files(folder), scheme, dtype)
+    with torch.device("meta"):
+        kind = type(AutoModelForCausalLM.from_config(config))  # AutoModel reads folders alone
+    model, loading = kind.from_pretrained(None, config=config, dtype=dtype, state_dict=shipped.tensors, **_LOADING)
+    check_modules(scheme, shipped.quantized, frozenset(linear_modules(model)) - _head_modules(model))
+    loading["unexpected_keys"] = set(loading["unexpected_keys"]) - shipped.zero_biases
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model, loading
 
 
 def _keep_text_alone(model: PreTrainedModel) -> tuple[str, ...]:

@@ -24,7 +24,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from manylora_worker.models.checkpoint import ModelRefused, check_weight_files, checked_config, said, without_adapter
+from manylora_worker.models.checkpoint import (
+    ModelRefused,
+    check_weight_files,
+    checked_config,
+    said,
+    shipped_scheme,
+    without_adapter,
+)
 from manylora_worker.models.digest import model_digest
 from manylora_worker.models.rope import base_rope, stretch
 from manylora_worker.weights.layout import VectorKind
@@ -48,6 +55,9 @@ def merge(model: str, adapter: Path, output: Path, *, digest: str = "") -> int:
     folder = model_folder(model)
     config = checked_config(folder, "none", "cpu")
     check_weight_files(folder)
+    scheme = shipped_scheme(folder)
+    if scheme is not None:
+        raise ModelRefused(f"{folder}: is quantized ({scheme.label}): merge into the model's unquantized weights")
     if digest and (found := model_digest(folder)) != digest:
         raise ModelRefused(f"{folder}: is not the base model that the adapter was validated against: {found[:12]}...")
     try:

@@ -1,0 +1,200 @@
+"""Weights that a checkpoint ships quantized: what its `quantization_config` says of them, and what they stand for.
+
+Products of a weight's code, zero and scale are of 32-bit floats. Activations are not quantized, whatever it says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+_PLAIN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the outputs 0 .. 7 stand in a word, from its low bits on
+
+
+class SchemeRefused(ValueError): ...
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """skipped: modules that are as they were."""
+
+    label: str
+    kind: Literal["fp8", "awq", "gptq"]
+    skipped: tuple[str, ...] = ()
+    block: tuple[int, int] | None = None  # of fp8: outputs and inputs that have one scale
+    group_size: int = 0  # of 4 bits: inputs that have one scale; 0: all of them
+    adds_one: bool = False  # gptq's zeros are stored less one
+
+    @property
+    def parts(self) -> Sequence[str]:
+        if self.kind == "fp8":
+            return ("weight", "weight_scale_inv", "weight_scale", "input_scale", "activation_scale")
+        return ("qweight", "qzeros", "scales", "g_idx")
+
+    def skips(self, path: str) -> bool:
+        return any(_names(entry, path) for entry in self.skipped)
+
+    def weight(self, path: str, parts: Mapping[str, Tensor]) -> Tensor:
+        """float32 [out, in]. Raises SchemeRefused."""
+        if self.kind == "fp8":
+            codes, scales = self.codes(path, parts)
+            inputs = codes.shape[1]
+            return codes.float() * scales.repeat_interleave(-(-inputs // scales.shape[1]), dim=1)[:, :inputs]
+        self._need(path, parts, "qweight", "qzeros", "scales")
+        return self._of_words(path, parts)
+
+    def codes(self, path: str, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """FP8 [out, in], and scales float32 [out, groups of inputs]. Raises SchemeRefused."""
+        codes = parts["weight"]
+        scale = parts.get("weight_scale_inv", parts.get("weight_scale"))
+        if codes.dtype != FP8 or codes.dim() != 2 or scale is None:
+            raise SchemeRefused(f"{path}: is not a matrix of float8_e4m3fn with a weight_scale_inv or weight_scale")
+        outputs, inputs = codes.shape
+        scale = scale.float()
+        if self.block is not None:
+            rows, columns = self.block
+            if scale.shape != (-(-outputs // rows), -(-inputs // columns)):
+                raise SchemeRefused(f"{path}: scales {list(scale.shape)} do not fit blocks of {rows} x {columns}")
+            return codes, scale.repeat_interleave(rows, dim=0)[:outputs].contiguous()
+        if scale.numel() not in (1, outputs):
+            raise SchemeRefused(f"{path}: scales {list(scale.shape)} are neither one nor one an output")
+        return codes, scale.reshape(-1, 1).expand(outputs, 1).contiguous()
+
+    def _of_words(self, path: str, parts: Mapping[str, Tensor]) -> Tensor:
+        words, scales = parts["qweight"], parts["scales"].float()
+        outputs = scales.shape[1]
+        order = _AWQ_ORDER if self.kind == "awq" else _PLAIN_ORDER
+        codes = _unpacked(words, 1 if self.kind == "awq" else 0, order)
+        zeros = _unpacked(parts["qzeros"], 1, order)
+        if self.adds_one:
+            zeros = (zeros + 1) & 15
+        inputs = codes.shape[0]
+        size = self.group_size or inputs
+        groups = -(-inputs // size)
+        if codes.shape[1] != outputs or zeros.shape != scales.shape or scales.shape[0] != groups:
+            raise SchemeRefused(
+                f"{path}: qweight {list(words.shape)}, qzeros {list(parts['qzeros'].shape)} and scales "
+                f"{list(scales.shape)} do not fit groups of {size} inputs"
+            )
+        group = parts["g_idx"].long() if "g_idx" in parts else torch.arange(inputs) // size
+        if group.shape != (inputs,) or int(group.min()) < 0 or int(group.max()) >= groups:
+            raise SchemeRefused(f"{path}: g_idx does not name a group of each of {inputs} inputs")
+        return ((codes - zeros[group]).float() * scales[group]).T.contiguous()
+
+    def _need(self, path: str, parts: Mapping[str, Tensor], *names: str) -> None:
+        absent = [name for name in names if name not in parts]
+        if absent:
+            raise SchemeRefused(f"{path}: has no {' and no '.join(absent)}")
+        for name in names[:2]:
+            if parts[name].dtype != torch.int32 or parts[name].dim() != 2:
+                raise SchemeRefused(f"{path}.{name}: is not a matrix of 32-bit words")
+
+
+def scheme_of(stated: Mapping[str, Any]) -> Scheme:
+    """stated: a `quantization_config`. Raises SchemeRefused with what there is that cannot be read."""
+    method = stated.get("quant_method")
+    if method == "fp8":
+        return _fp8(stated)
+    if method == "compressed-tensors":
+        return _compressed_tensors(stated)
+    if method in ("awq", "gptq"):
+        return _four_bits(method, stated)
+    raise SchemeRefused(f"{method or 'an unnamed method'}: only fp8, compressed-tensors' FP8, awq and gptq are read")
+
+
+def _fp8(stated: Mapping[str, Any]) -> Scheme:
+    _expect(stated, "fmt", "e4m3", default="e4m3")
+    block = _block(stated.get("weight_block_size"))
+    return Scheme(
+        "fp8, one scale a weight" if block is None else f"fp8, blocks of {block[0]} x {block[1]}",
+        "fp8",
+        skipped=_entries(stated, "modules_to_not_convert", "ignored_layers"),
+        block=block,
+    )
+
+
+def _compressed_tensors(stated: Mapping[str, Any]) -> Scheme:
+    _expect(stated, "format", "float-quantized")
+    for field in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+        if stated.get(field):
+            raise SchemeRefused(f"compressed-tensors: {field} is not read")
+    groups = stated.get("config_groups")
+    if not isinstance(groups, dict) or len(groups) != 1:
+        raise SchemeRefused("compressed-tensors: exactly one of config_groups is read")
+    (group,) = groups.values()
+    weights = group.get("weights") if isinstance(group, dict) else None
+    if not isinstance(weights, dict) or group.get("targets") != ["Linear"]:
+        raise SchemeRefused("compressed-tensors: its group must tell the weights of the targets ['Linear']")
+    _expect(weights, "num_bits", 8)
+    _expect(weights, "type", "float")
+    _expect(weights, "symmetric", True, default=True)
+    _expect(weights, "dynamic", False, default=False)
+    strategy = weights.get("strategy")
+    if strategy not in ("tensor", "channel", "block"):
+        raise SchemeRefused(f"compressed-tensors: strategy {strategy!r}: only tensor, channel and block are read")
+    return Scheme(
+        f"compressed-tensors fp8, a scale a {strategy}",
+        "fp8",
+        skipped=_entries(stated, "ignore"),
+        block=_block(weights.get("block_structure")) if strategy == "block" else None,
+    )
+
+
+def _four_bits(method: Literal["awq", "gptq"], stated: Mapping[str, Any]) -> Scheme:
+    _expect(stated, "bits", 4, other="w_bit")
+    size = stated.get("group_size", stated.get("q_group_size"))
+    if type(size) is not int or size == 0 or size < -1:
+        raise SchemeRefused(f"{method}: group_size {size!r} is no number of inputs")
+    if method == "awq":
+        _expect(stated, "version", "gemm", default="gemm")
+        _expect(stated, "zero_point", True, default=True)
+        skipped = _entries(stated, "modules_to_not_convert")
+        return Scheme("awq, 4 bits", "awq", skipped, group_size=max(0, size))
+    version = stated.get("checkpoint_format", "gptq")
+    if version not in ("gptq", "gptq_v2"):
+        raise SchemeRefused(f"gptq: checkpoint_format {version!r}: only gptq and gptq_v2 are read")
+    return Scheme("gptq, 4 bits", "gptq", group_size=max(0, size), adds_one=version == "gptq")
+
+
+def _expect(stated: Mapping[str, Any], field: str, wanted: Any, *, default: Any = None, other: str = "") -> None:
+    value = stated.get(field, stated.get(other, default))
+    if type(value) is not type(wanted) or (value.lower() if isinstance(value, str) else value) != wanted:
+        raise SchemeRefused(f"{stated.get('quant_method', 'weights')}: {field} {value!r}: only {wanted!r} is read")
+
+
+def _block(value: Any) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if not (isinstance(value, list | tuple) and len(value) == 2 and all(type(n) is int and n > 0 for n in value)):
+        raise SchemeRefused(f"a block of {value!r} is not two numbers")
+    return int(value[0]), int(value[1])
+
+
+def _entries(stated: Mapping[str, Any], *fields: str) -> tuple[str, ...]:
+    found = [entry for field in fields for entry in stated.get(field) or ()]
+    if not all(isinstance(entry, str) for entry in found):
+        raise SchemeRefused(f"{' or '.join(fields)}: is not a list of modules")
+    return tuple(found)
+
+
+def _names(entry: str, path: str) -> bool:
+    """By a pattern (`re:`), or by consecutive names of the path."""
+    if entry.startswith("re:"):
+        try:
+            return re.match(entry[3:], path) is not None
+        except re.error as error:
+            raise SchemeRefused(f"ignore: {entry!r} is no pattern ({error})") from None
+    return f".{entry}." in f".{path}."
+
+
+def _unpacked(words: Tensor, dim: int, order: Sequence[int]) -> Tensor:
+    """Codes of 4 bits, as int32, eight in the place of a word. order[i]: where in the word the i-th one stands."""
+    codes = torch.stack([(words >> (4 * place)) & 15 for place in order], dim + 1)
+    return codes.flatten(dim, dim + 1)

@@ -1,0 +1,90 @@
+"""Reads a quantized checkpoint's tensors and rebuilds its weights in a type that is computed in."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from manylora_worker.models.quantized.schemes import FP8, Scheme, SchemeRefused
+
+_LOG = logging.getLogger(__name__)
+_MIB = 1 << 20
+_QUANTIZED = ("qweight", "weight_packed", "qzeros")
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """Attributes:
+    tensors: by name, as an unquantized checkpoint would have them.
+    quantized: paths of the layers that were.
+    zero_biases: names of theirs that add nothing: AutoGPTQ gives every layer one.
+    codes: FP8 and scales, where kept.
+    """
+
+    tensors: dict[str, Tensor] = field(repr=False)
+    quantized: frozenset[str] = field(repr=False)
+    zero_biases: frozenset[str] = field(repr=False)
+    codes: Mapping[str, tuple[Tensor, Tensor]] = field(repr=False)
+
+
+def read_shipped(files: list[Path], scheme: Scheme, dtype: torch.dtype, *, keeps_codes: bool = False) -> Shipped:
+    """keeps_codes: of FP8, beside the weights that they stand for. Raises SchemeRefused, OSError."""
+    modules: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for file in files:
+        for name, tensor in load_file(file).items():
+            path, _, leaf = name.rpartition(".")
+            modules[path][leaf] = tensor
+    tensors: dict[str, Tensor] = {}
+    codes: dict[str, tuple[Tensor, Tensor]] = {}
+    quantized = set()
+    shipped_bytes = sum(tensor.nbytes for parts in modules.values() for tensor in parts.values())
+    for path in list(modules):
+        parts = modules.pop(path)
+        if _is_quantized(parts):
+            if scheme.skips(path):
+                raise SchemeRefused(f"{path}: is quantized, though quantization_config says that it is not")
+            if not parts.keys() & set(scheme.parts):
+                raise SchemeRefused(f"{path}: {', '.join(sorted(parts))} is not what {scheme.label} writes")
+            own = {leaf: parts.pop(leaf) for leaf in scheme.parts if leaf in parts}
+            parts["weight"] = scheme.weight(path, own).to(dtype)
+            if keeps_codes and scheme.kind == "fp8":
+                codes[path] = scheme.codes(path, own)
+            quantized.add(path)
+        for leaf, tensor in parts.items():
+            tensors[f"{path}.{leaf}"] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    _LOG.info(
+        "weights are shipped quantized (%s): %d layers, %.1f MiB, which %.1f MiB in %s stand for",
+        scheme.label, len(quantized), shipped_bytes / _MIB, sum(t.nbytes for t in tensors.values()) / _MIB,
+        str(dtype).removeprefix("torch."),
+    )  # fmt: skip
+    biases = [f"{path}.bias" for path in quantized]
+    zero_biases = frozenset(name for name in biases if name in tensors and not tensors[name].any())
+    return Shipped(tensors, frozenset(quantized), zero_biases, codes)
+
+
+def check_modules(scheme: Scheme, quantized: frozenset[str], linears: frozenset[str]) -> None:
+    """Raises SchemeRefused where they do not fit. linears: paths of all linear layers but the head."""
+    if not quantized:
+        raise SchemeRefused(f"quantization_config tells {scheme.label}, and no layer is quantized")
+    strange = sorted(quantized - linears)
+    if strange:
+        raise SchemeRefused(f"{strange[0]}: is quantized, and is no linear layer that is served so")
+    if scheme.kind == "gptq":  # names no module: those without codes are as they were
+        return
+    plain = sorted(path for path in linears - quantized if not scheme.skips(path))
+    if plain:
+        raise SchemeRefused(f"{plain[0]}: is not quantized, and quantization_config does not name it among those")
+
+
+def _is_quantized(parts: Mapping[str, Tensor]) -> bool:
+    weight = parts.get("weight")
+    if weight is not None and weight.dtype in (FP8, torch.float8_e5m2, torch.int8, torch.uint8):
+        return True
+    return any(leaf in parts for leaf in (*_QUANTIZED, "weight_scale", "weight_scale_inv"))

@@ -1,0 +1,142 @@
+"""Makes quantized checkpoints out of plain ones, from the formats' definitions and by code of its own.
+
+Each of `FORMATS` writes a folder and returns the weights that it stands for, in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Parts = Mapping[str, Tensor]
+_LARGEST = 448.0
+
+
+def fp8(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """scale: of every element. Codes, and what they stand for."""
+    codes = (weight / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+    return codes, codes.float() * scale
+
+
+def in_blocks(weight: Tensor, rows: int = 32, columns: int = 32) -> tuple[Parts, Tensor]:
+    outputs, inputs = weight.shape
+    scales = torch.empty(-(-outputs // rows), -(-inputs // columns))
+    whole = torch.empty_like(weight)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            at = (slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns))
+            scales[i, j] = weight[at].abs().max() / _LARGEST
+            whole[at] = scales[i, j]
+    codes, stood_for = fp8(weight, whole)
+    return {"weight": codes, "weight_scale_inv": scales}, stood_for
+
+
+def by_channel(weight: Tensor) -> tuple[Parts, Tensor]:
+    scales = (weight.abs().amax(1, keepdim=True) / _LARGEST).bfloat16()
+    codes, stood_for = fp8(weight, scales.float())
+    return {"weight": codes, "weight_scale": scales}, stood_for
+
+
+def by_tensor(weight: Tensor) -> tuple[Parts, Tensor]:
+    scale = weight.abs().max() / _LARGEST
+    codes, stood_for = fp8(weight, scale)
+    return {"weight": codes, "weight_scale": scale[None], "input_scale": torch.tensor([0.1])}, stood_for
+
+
+def _words(codes: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Codes [n, 8m], eight neighbours of a row to a word [n, m]; the word's i-th four bits are of order[i]."""
+    n = codes.shape[0]
+    packed = torch.zeros(n, codes.shape[1] // 8, dtype=torch.int64)
+    for place, neighbour in enumerate(order):
+        packed |= codes[:, neighbour::8].long() << (4 * place)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
+
+
+def _grouped(weight: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes [in, out], zeros and scales [groups, out], and what they stand for [out, in]."""
+    w = weight.T
+    groups = int(group.max()) + 1
+    low = torch.stack([w[group == g].amin(0).clamp_max(0) for g in range(groups)])
+    high = torch.stack([w[group == g].amax(0).clamp_min(0) for g in range(groups)])
+    scales = ((high - low) / 15).half()
+    zeros = (-low / scales.float()).round().clamp(0, 15).int()
+    codes = ((w / scales.float()[group]).round() + zeros[group]).clamp(0, 15).int()
+    return codes, zeros, scales, ((codes - zeros[group]).float() * scales.float()[group]).T.contiguous()
+
+
+def awq(weight: Tensor, size: int = 32) -> tuple[Parts, Tensor]:
+    codes, zeros, scales, stood_for = _grouped(weight, torch.arange(weight.shape[1]) // size)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    return {"qweight": _words(codes, order), "qzeros": _words(zeros, order), "scales": scales}, stood_for
+
+
+def gptq(weight: Tensor, size: int = 32, *, shuffled: bool = False) -> tuple[Parts, Tensor]:
+    inputs = weight.shape[1]
+    order = (
+        torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs)) if shuffled else torch.arange(inputs)
+    )
+    group = torch.empty(inputs, dtype=torch.int64)
+    group[order] = torch.arange(inputs) // size
+    codes, zeros, scales, stood_for = _grouped(weight, group)
+    plain = tuple(range(8))
+    parts = {
+        "qweight": _words(codes.T.contiguous(), plain).T.contiguous(),
+        "qzeros": _words((zeros - 1) & 15, plain),
+        "scales": scales,
+        "g_idx": group.int(),
+    }
+    return parts, stood_for
+
+
+def shuffled_gptq(weight: Tensor) -> tuple[Parts, Tensor]:
+    return gptq(weight, shuffled=True)
+
+
+def _group(strategy: str) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": strategy}
+    return {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8, "dynamic": True}}
+
+
+def _compressed(strategy: str) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+        "config_groups": {"group_0": _group(strategy)}, "quantization_status": "compressed",
+    }  # fmt: skip
+
+
+Write = Callable[[Tensor], tuple[Parts, Tensor]]
+FORMATS: Mapping[str, tuple[dict[str, Any], Write]] = {
+    "fp8": (
+        {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}, in_blocks
+    ),
+    "fp8-channel": (_compressed("channel"), by_channel),
+    "fp8-tensor": (_compressed("tensor"), by_tensor),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}, awq),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False}, gptq),
+    "gptq-desc-act": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}, shuffled_gptq),
+}  # fmt: skip
+
+
+def ship(source: Path, folder: Path, name: str) -> dict[str, Tensor]:
+    """Writes the checkpoint in that format. Returns the weights that it stands for, by name."""
+    stated, write = FORMATS[name]
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
+    tensors, stands_for = {}, {}
+    for key, tensor in load_file(source / "model.safetensors").items():
+        path, _, leaf = key.rpartition(".")
+        if not path.endswith("_proj") or leaf != "weight":
+            tensors[key] = stands_for[key] = tensor
+            continue
+        parts, stands_for[key] = write(tensor.float())
+        tensors |= {f"{path}.{part}": value for part, value in parts.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return stands_for
