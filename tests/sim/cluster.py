@@ -480,20 +480,7 @@ class Cluster:
     async def _boot_worker(self, process: Process) -> App:
         assert process.transport is not None
         assert process.store is not None
-        settings = FakeWorkerConfig(
-            worker_id=process.name,
-            lease_ttl_s=LEASE_TTL_S,
-            sequence_slots=SLOTS,
-            parked_sequences=PARKED,
-            max_batch_tokens=32,
-            prefill_chunk_tokens=16,
-            block_size=BLOCK_SIZE,
-            num_blocks=NUM_BLOCKS,
-            host_adapter_mb=6e-6,
-            device_adapter_mb=4e-6,
-            max_frames_per_s=FRAMES_PER_S,
-            drain_s=1.0,
-        )
+        settings = self._worker_settings(process.name)
         engine = self._engine(settings)
         self.engines.append(engine)
         app = WorkerApp(
@@ -510,6 +497,22 @@ class Cluster:
         engine.fence.listen(app._servicer, engine.runtime.view)
         await app.start()
         return app
+
+    def _worker_settings(self, name: str) -> FakeWorkerConfig:
+        return FakeWorkerConfig(
+            worker_id=name,
+            lease_ttl_s=LEASE_TTL_S,
+            sequence_slots=SLOTS,
+            parked_sequences=PARKED,
+            max_batch_tokens=32,
+            prefill_chunk_tokens=16,
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            host_adapter_mb=6e-6,
+            device_adapter_mb=4e-6,
+            max_frames_per_s=FRAMES_PER_S,
+            drain_s=1.0,
+        )
 
     def _engine(self, settings: WorkerConfig) -> Engine:
         rng = self._draw()

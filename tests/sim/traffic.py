@@ -51,6 +51,7 @@ class Call:
     seed: int
     is_greedy: bool
     stop: str = ""
+    ignores_eos: bool = False
     timeout_s: float | None = None
     cancel_after_frames: int | None = None
     """The caller goes away after so many frames."""
@@ -233,6 +234,7 @@ class Traffic:
             sampling=sampling,
             stop=[call.stop] if call.stop else [],
             n=call.n,
+            ignore_eos=call.ignores_eos,
         )
         channel = self._transport.connect(address)
         try:

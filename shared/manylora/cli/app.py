@@ -18,6 +18,7 @@ from manylora.cli.commands.encryption_commands import encryption_app
 from manylora.cli.commands.key_commands import key_app
 from manylora.cli.commands.load_command import load
 from manylora.cli.commands.on_cluster import on_cluster
+from manylora.cli.commands.plan_command import plan
 from manylora.cli.commands.retention_commands import retention_app
 from manylora.cli.commands.tenant_commands import tenant_app
 from manylora.cli.commands.up_command import up
@@ -47,6 +48,7 @@ app.add_typer(encryption_app, name="encryption")
 app.add_typer(retention_app, name="retention")
 app.add_typer(usage_app, name="usage")
 app.command()(load)
+app.command()(plan)
 app.command()(up)
 
 

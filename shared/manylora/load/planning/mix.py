@@ -41,6 +41,7 @@ class Slo:
 class Tenant:
     """share: of the requests of a process that several have. weight: what it is entitled to of a busy server's tokens.
     adapters: from the most used one on. base_part: of its requests, to the base model where it has adapters.
+    rank: of its adapters, for `manylora plan`; 0: not told.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Tenant:
     adapters: tuple[str, ...] = ()
     zipf: float = 1.0
     base_part: float = 0.0
+    rank: int = 0
     key: str = ""  # env:NAME or file:PATH
     tenant_id: str = ""
     qos_class: str = ""
@@ -148,6 +150,7 @@ def _tenants(
         adapters=_adapters(fields),
         zipf=fields.number("zipf", 1.0, at_least=0),
         base_part=fields.number("base_part", 0.0, at_least=0),
+        rank=fields.count("rank", 0),
         key=_reference(fields),
         tenant_id=fields.text("tenant_id"),
         qos_class=fields.text("class"),

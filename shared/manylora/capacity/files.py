@@ -1,0 +1,88 @@
+"""What a plan is made of, read from files: packaged curves, mixes, the ledger, a model's config.json."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from manylora.capacity.planning.curve import Curve, curve_of
+from manylora.capacity.planning.shapes import SHAPES, CannotPlan, Shape, shape_of
+from manylora.load.planning.arrivals import TraceRow
+from manylora.load.planning.fields import BadMix
+from manylora.load.planning.mix import Mix, mix_of
+
+CURVES = Path(__file__).parent / "curves.json"
+_SQLITE = b"SQLite format 3\0"
+
+
+def packaged_curves() -> list[Curve]:
+    return [curve_of(document) for document in json.loads(CURVES.read_text(encoding="utf-8"))]
+
+
+def read_curve(file: Path) -> Curve:
+    """One that `bench/plan_check.py` has measured. Raises CannotPlan."""
+    try:
+        return curve_of(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CannotPlan(f"{file}: is no curve: {type(error).__name__}: {error}") from None
+
+
+def read_shape(name: str) -> Shape:
+    """A known shape's, or a folder's with a config.json. Raises CannotPlan."""
+    if name in SHAPES:
+        return SHAPES[name]
+    config = Path(name) / "config.json"
+    try:
+        document = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        known = ", ".join(SHAPES)
+        raise CannotPlan(f"{name!r} is none of {known}, and no model's folder: {config}: {error}") from None
+    if not isinstance(document, dict):
+        raise CannotPlan(f"{config}: must be an object")
+    return shape_of(document, Path(name).name)
+
+
+def read_mix(text: str, name: str) -> Mix:
+    """Raises CannotPlan."""
+
+    def no_trace(file: str) -> tuple[TraceRow, ...]:
+        raise BadMix(f"{file}: traces are sent by `manylora load`; plan one from the ledger of such a run")
+
+    try:
+        return mix_of(yaml.safe_load(text), no_trace)
+    except yaml.YAMLError as error:
+        raise CannotPlan(f"{name}: is no YAML: {' '.join(str(error).split())}") from None
+    except BadMix as error:
+        raise CannotPlan(f"{name}: {error}") from None
+
+
+def read_ledger(file: Path) -> Sequence[Mapping[str, Any]]:
+    """The ledger's SQLite file, or what `manylora usage --format json` printed. Raises CannotPlan."""
+    try:
+        with file.open("rb") as opened:
+            is_sqlite = opened.read(len(_SQLITE)) == _SQLITE
+        return _from_sqlite(file) if is_sqlite else _from_json(file)
+    except (OSError, UnicodeDecodeError, sqlite3.Error) as error:
+        raise CannotPlan(f"{file}: cannot be read: {error}") from None
+
+
+def _from_sqlite(file: Path) -> Sequence[Mapping[str, Any]]:
+    with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+        connection.row_factory = sqlite3.Row
+        return [dict(row) for row in connection.execute("SELECT * FROM usage")]
+
+
+def _from_json(file: Path) -> Sequence[Mapping[str, Any]]:
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CannotPlan(f"{file}: is neither SQLite nor JSON: {error}") from None
+    if not isinstance(document, list) or not all(isinstance(row, dict) for row in document):
+        raise CannotPlan(f"{file}: must be a list of rows, as `manylora usage --format json` prints them")
+    return document

@@ -1,0 +1,101 @@
+"""`manylora plan` and its options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from manylora.cli.output import Json, print_json, usage_error, write
+
+_FILE = {"exists": True, "dir_okay": False}
+Mix = Annotated[
+    Path | None,
+    typer.Option("--tenants", help="YAML: the mix that `manylora load` sends.", allow_dash=True, **_FILE),
+]
+Ledger = Annotated[
+    Path | None,
+    typer.Option("--from-ledger", help="The usage ledger's SQLite file, or `manylora usage --format json`.", **_FILE),
+]
+Model = Annotated[str, typer.Option(metavar="SHAPE", help="llama-3.1-8b, qwen3-8b, llama-70b, or a model's folder.")]
+GpuName = Annotated[str, typer.Option("--gpu", help="H100, H200, A100, L40S, L4.")]
+Price = Annotated[float | None, typer.Option("--gpu-hour", min=0, metavar="PRICE", help="Of one GPU for an hour.")]
+Ttft = Annotated[float, typer.Option(min=1, metavar="MS", help="p95 of tenants whose mix gives no slo.ttft_ms.")]
+Tpot = Annotated[
+    float | None, typer.Option(min=0.1, metavar="MS", help="The same for the time between tokens; default: any.")
+]
+Spare = Annotated[float, typer.Option(min=0, max=10, help="Part of the traffic that must fit in beside it.")]
+Rank = Annotated[int, typer.Option(min=1, max=512, help="Of adapters whose rank is not told.")]
+Window = Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Of the ledger: the busiest so many.")]
+Seconds = Annotated[float, typer.Option(min=1, help="Of a mix without duration_s.")]
+HostGib = Annotated[float, typer.Option(min=0.1, help="Host memory of a worker for adapters.")]
+Slots = Annotated[int | None, typer.Option(min=1, max=512, help="Given, and not searched for.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Given: what these would do.")]
+CurveFile = Annotated[
+    Path | None, typer.Option(help="A step curve of one's own, as bench/plan_check.py measures it.", **_FILE)
+]
+
+
+def plan(
+    model: Model,
+    gpu: GpuName = "",
+    tenants: Mix = None,
+    from_ledger: Ledger = None,
+    gpu_hour: Price = None,
+    ttft_ms: Ttft = 500.0,
+    tpot_ms: Tpot = None,
+    spare: Spare = 0.25,
+    rank: Rank = 16,
+    window: Window = 300.0,
+    seconds: Seconds = 60.0,
+    host_gib: HostGib = 64.0,
+    slots: Slots = None,
+    workers: Workers = None,
+    curve: CurveFile = None,
+    as_json: Json = False,
+) -> None:
+    """Say what a traffic needs: workers, slots, the arena's split, latencies, cost, and what to tune.
+
+    It plays the requests on candidates, step by step, by measured step times. Nothing is started, and no server is
+    asked.
+    """
+    if (tenants is None) == (from_ledger is None):
+        raise usage_error("give either --tenants FILE or --from-ledger FILE")
+    if (not gpu) == (curve is None):
+        raise usage_error("give either --gpu NAME or --curve FILE")
+    from manylora.capacity import files, view
+    from manylora.capacity.planning.curve import find_curve
+    from manylora.capacity.planning.plan import Wanted, document_of
+    from manylora.capacity.planning.plan import plan as planned
+    from manylora.capacity.planning.shapes import CannotPlan, gpu_of
+    from manylora.capacity.planning.traffic import traffic_of_ledger, traffic_of_mix
+    from manylora.cli.files import name_of, read_file
+
+    try:
+        if tenants is not None:
+            mix = files.read_mix(read_file(tenants), name_of(tenants))
+            traffic = traffic_of_mix(mix, seconds=seconds, rank=rank)
+        else:
+            assert from_ledger is not None
+            traffic = traffic_of_ledger(files.read_ledger(from_ledger), window_s=window, rank=rank)
+        shape = files.read_shape(model)
+        steps = find_curve(files.packaged_curves(), gpu_of(gpu), shape) if curve is None else files.read_curve(curve)
+        if steps.shape != shape:
+            raise CannotPlan(f"{curve}: is of {steps.shape.name}, not of {shape.name}")
+        wanted = Wanted(
+            ttft_ms=ttft_ms,
+            tpot_ms=tpot_ms,
+            spare=spare,
+            gpu_hour=gpu_hour,
+            host_gib=host_gib,
+            slots=slots,
+            workers=workers,
+        )
+        document = document_of(planned(traffic, steps, wanted))
+    except CannotPlan as error:
+        raise usage_error(str(error)) from None
+    if as_json:
+        print_json(document)
+    else:
+        write(view.shown(document))

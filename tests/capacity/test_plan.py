@@ -1,0 +1,154 @@
+"""Plans: what they keep, how they grow, and what they refuse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from manylora.capacity.files import packaged_curves, read_mix
+from manylora.capacity.planning.curve import find_curve
+from manylora.capacity.planning.plan import Plan, Wanted, document_of, plan
+from manylora.capacity.planning.play import Outcome, play
+from manylora.capacity.planning.shapes import GPUS, SHAPES, CannotPlan
+from manylora.capacity.planning.traffic import Request, Traffic, traffic_of_mix
+from manylora.capacity.planning.worker import WorkerSettings
+
+CURVE = find_curve(packaged_curves(), GPUS["H100"], SHAPES["llama-3.1-8b"])
+MIX = """
+duration_s: 20
+arrivals: {{kind: poisson, rate: {rate}}}
+tenants:
+  "t{{n}}":
+    count: 4
+    prompt_tokens: 64-512
+    output_tokens: 16-128
+    adapters: {{pattern: "a{{n}}", count: 8}}
+    rank: {rank}
+"""
+
+
+def traffic(rate: float = 20, rank: int = 16) -> Traffic:
+    return traffic_of_mix(read_mix(MIX.format(rate=rate, rank=rank), "mix"), seconds=20, rank=16)
+
+
+def made(rate: float, *, slots: int | None = 128) -> Plan:
+    return plan(traffic(rate), CURVE, Wanted(gpu_hour=2.0, slots=slots))
+
+
+def test_a_plan_keeps_its_objective_and_one_worker_less_does_not() -> None:
+    found = made(200)
+    assert found.workers > 1
+    assert found.expected.percentile("ttft_ms", 0.95) <= 500
+    fewer = plan(found.traffic, CURVE, replace(found.wanted, workers=found.workers - 1))
+    hurried = found.traffic.faster(1.25)
+    late = play(CURVE, fewer.settings, fewer.workers, hurried)
+    assert late.percentile("ttft_ms", 0.95) > 500 or late.seconds > 1.1 * hurried.seconds
+
+
+def test_an_objective_that_no_cluster_keeps_is_refused() -> None:
+    with pytest.raises(CannotPlan, match=r"--ttft-ms: no first token comes within 5 ms; alone one takes 15\.3"):
+        plan(traffic(), CURVE, Wanted(ttft_ms=5))
+    with pytest.raises(CannotPlan, match="no number of workers and slots keeps the objectives"):
+        plan(traffic(), CURVE, Wanted(tpot_ms=5))
+
+
+def test_more_traffic_costs_more_and_a_full_worker_less_a_token() -> None:
+    small, large = made(5), made(200)
+    assert small.workers == 1 < large.workers
+    cheap, dear = large.million(large.tokens_per_s), small.million(small.tokens_per_s)
+    assert cheap is not None
+    assert dear is not None
+    assert cheap < dear
+    assert dear == pytest.approx(2.0 / 3600 / small.tokens_per_s * 1e6)
+
+
+def test_large_traffic_is_planned_in_cells() -> None:
+    found = made(900)
+    assert found.cells > 1
+    assert found.workers % found.cells == 0
+    assert found.workers == pytest.approx(900 / 200 * made(200).workers, rel=0.35)
+
+
+def test_the_document_adds_up() -> None:
+    document = document_of(made(20, slots=None))
+    arena = document["arena"]
+    assert arena["adapters_resident"] == document["traffic"]["adapters"] == 32
+    assert arena["kv_mb"] + arena["device_adapter_mb"] <= arena["gib"] * 1024
+    assert document["worker_flags"].startswith(f"--sequence-slots {document['sequence_slots']} --device-adapter-mb ")
+    assert document["curve"]["measured"]
+    assert {rule["rule"] for rule in document["rules"]} == {"evictions", "merge", "rank-waste", "kv"}
+
+
+def test_a_model_that_does_not_fit_is_refused() -> None:
+    large = find_curve(packaged_curves(), GPUS["H100"], SHAPES["llama-70b"])
+    with pytest.raises(CannotPlan, match=r"llama-70b: its weights take 131 GiB, and one H100 has 79"):
+        plan(traffic(), large, Wanted())
+    request = Request(0.0, "t", "standard", "", 0, 1_000_000, 8)
+    with pytest.raises(CannotPlan, match="the longest request, 1000008 tokens, does not fit"):
+        plan(Traffic([request], 1.0), CURVE, Wanted())
+
+
+def rules(found: Plan) -> dict[str, tuple[bool, str]]:
+    return {rule.name: (rule.act, rule.says) for rule in found.rules}
+
+
+def test_a_hot_adapter_is_told_to_be_merged() -> None:
+    base = traffic(200)
+    hot = [replace(r, tenant="t0", adapter="t0/a0") if n % 10 else r for n, r in enumerate(base.requests)]
+    act, says = rules(plan(replace(base, requests=hot), CURVE, Wanted(slots=128)))["merge"]
+    assert act
+    assert "t0/a0 has 9" in says
+    assert not rules(made(200))["merge"][0]
+
+
+def test_a_few_high_ranks_are_told_to_cost_all() -> None:
+    base = traffic(60)
+    high = [replace(r, rank=64) if r.adapter == "t0/a3" else r for r in base.requests]
+    act, says = rules(plan(replace(base, requests=high), CURVE, Wanted(slots=64)))["rank-waste"]
+    assert act
+    assert "up to 64" in says
+    assert not rules(made(60))["rank-waste"][0]
+
+
+def test_adapters_without_room_are_evicted_and_told() -> None:
+    seen = traffic(40, rank=64)
+    tight = WorkerSettings(slots=32, kv_tokens=100_000, adapter_bytes=9 * 64 * CURVE.shape.rank_bytes)
+    roomy = replace(tight, adapter_bytes=40 * 64 * CURVE.shape.rank_bytes)
+    few, all_ = play(CURVE, tight, 1, seen), play(CURVE, roomy, 1, seen)
+    assert few.evictions > 0 == all_.evictions
+    assert few.percentile("ttft_ms", 0.95) > all_.percentile("ttft_ms", 0.95)
+
+
+@given(
+    seed=st.lists(
+        st.tuples(st.integers(0, 400), st.integers(1, 900), st.integers(1, 90), st.integers(0, 5)),
+        min_size=1,
+        max_size=60,
+    ),
+    slots=st.integers(1, 20),
+    count=st.integers(1, 3),
+    kv_tokens=st.integers(1_000, 5_000),
+    adapters=st.integers(1, 4),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_request_ends_once_and_in_its_bounds(
+    seed: list[tuple[int, int, int, int]], slots: int, count: int, kv_tokens: int, adapters: int
+) -> None:
+    requests = sorted(
+        (
+            Request(at / 100, f"t{a % 2}", "standard", f"t{a % 2}/a{a}" if a else "", 16 if a else 0, prompt, output)
+            for at, prompt, output, a in seed
+        ),
+        key=lambda each: each.at_s,
+    )
+    worker = WorkerSettings(slots, kv_tokens, adapters * 16 * CURVE.shape.rank_bytes)
+    outcome: Outcome = play(CURVE, worker, count, Traffic(requests, 5.0))
+    assert len(outcome.answers) == len(requests)
+    assert outcome.output_tokens == sum(request.output_tokens for request in requests)
+    assert outcome.peak_kv_tokens <= kv_tokens
+    assert outcome.busy_share <= 1 + 1e-9
+    assert outcome.mean_rows <= slots
+    least = CURVE.points[0][1] + CURVE.service_ms
+    assert min(answer.ttft_ms for answer in outcome.answers) >= least

@@ -1,0 +1,34 @@
+"""What models and GPUs are, as a plan takes them."""
+
+from __future__ import annotations
+
+import pytest
+from manylora.capacity.planning.shapes import SHAPES, CannotPlan, gpu_of, shape_of
+
+LLAMA = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+
+
+def test_a_config_gives_the_bytes_of_the_model() -> None:
+    shape = shape_of(LLAMA, "llama-3.1-8b")
+    assert shape == SHAPES["llama-3.1-8b"]
+    assert shape.kv_token_bytes == 131072
+    assert shape.weight_bytes == pytest.approx(16.06e9, rel=0.001)
+    assert 16 * shape.rank_bytes == pytest.approx(83.9e6, rel=0.001)  # the file of bench/adapter_reads.py
+
+
+def test_a_config_without_a_size_is_refused_by_its_name() -> None:
+    with pytest.raises(CannotPlan, match=r"folder: vocab_size: must be a whole number above 0, not None"):
+        shape_of({name: value for name, value in LLAMA.items() if name != "vocab_size"}, "folder")
+
+
+def test_gpus_are_found_in_any_case() -> None:
+    assert gpu_of("h100").name == "H100"
+    with pytest.raises(CannotPlan, match="'H900' is none of H100, H200"):
+        gpu_of("H900")
