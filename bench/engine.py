@@ -48,6 +48,7 @@ from manylora_worker.models.decoder_weights import read_decoder
 from manylora_worker.models.layers.attention import ATTENTION, register_attention
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.loader import LoadedModel, prepare_model
+from manylora_worker.models.quantized.fp8 import Fp8Linear
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.weights.host_memory import HostMemory
 from manylora_worker.weights.layout import HostAdapter, elements_of, lay_out
@@ -68,7 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--adapters", type=int, default=64)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--quantization", choices=("none", "nf4"), default="none")
+    parser.add_argument("--quantization", choices=("none", "nf4", "fp8"), default="none")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--read-tb-s", type=float, default=4.57, help="measured read ceiling of the device")
@@ -80,7 +81,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_model(shape: str, quantization: Literal["none", "nf4"], group: RankGroup | None = None) -> LoadedModel:
+def make_model(shape: str, quantization: Literal["none", "nf4", "fp8"], group: RankGroup | None = None) -> LoadedModel:
     register_attention()
     if group is not None:
         share, modules = random_share(shape, group, attn_implementation=ATTENTION)
@@ -157,7 +158,9 @@ class Bench:
         self.weight_bytes = sum(
             p.nbytes for name, p in self.loaded.model.named_parameters() if "embed_tokens" not in name
         )
-        self.weight_bytes += sum(m.weight_bytes for m in self.loaded.model.modules() if isinstance(m, Nf4Linear))
+        self.weight_bytes += sum(
+            m.weight_bytes for m in self.loaded.model.modules() if isinstance(m, Nf4Linear | Fp8Linear)
+        )
         self.weight_elements = sum(
             p.numel() for name, p in self.loaded.model.named_parameters() if p.dim() == 2 and "embed" not in name
         )

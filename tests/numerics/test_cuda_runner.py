@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from manylora_worker.kinds.api import EngineRequest, Sampling, StepBatch
 from manylora_worker.models import loader
 from manylora_worker.models.layers.attention import ATTENTION, register_attention
 from manylora_worker.models.layers.kv_cache import KvCache
+from manylora_worker.models.quantized.fp8 import quantize
 from manylora_worker.planning.step_planner import PlannerLimits
 from manylora_worker.weights.layout import HostAdapter, elements_of, lay_out
 from manylora_worker.weights.source import read_adapter
@@ -286,7 +287,8 @@ def _drawn_on_the_cpu(family: Family, prompt: list[int], sampling: Sampling, cou
 
 
 @pytest.mark.gpu
-def test_real_shapes_in_bfloat16() -> None:
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_real_shapes_in_bfloat16(quantization: Literal["none", "fp8"]) -> None:
     """Layers as wide as an 8B model's, where products are split and cut otherwise than in the tiny models.
 
     Decode steps of many sizes, against transformers' own pass in float32 over the same weights and tokens.
@@ -305,7 +307,10 @@ def test_real_shapes_in_bfloat16() -> None:
             copy.deepcopy(config), dtype=torch.float32, attn_implementation="sdpa"
         ).eval()
     exact.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
-    loaded = loader.prepare_model(model.requires_grad_(False), name="wide")
+    for path, module in exact.named_modules():
+        if quantization == "fp8" and path.endswith("_proj"):
+            module.weight.data = quantize(module.weight.data).dequantized(torch.float32)
+    loaded = loader.prepare_model(model.requires_grad_(False), name="wide", quantization=quantization)
     weights = read_decoder(loaded)
     assert weights is not None
     cache = KvCache(loaded.spec.kv, num_blocks=1200, block_size=16, dtype=loaded.dtype, device=loaded.device)

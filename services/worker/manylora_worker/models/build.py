@@ -35,6 +35,7 @@ from manylora_worker.models.layers.lora_linear import LoraCosts, LoraPlanner
 from manylora_worker.models.layers.packed_linear import PackedLinear
 from manylora_worker.models.loader import FUSED_PROJECTIONS, LoadedModel, load_model, model_config
 from manylora_worker.models.parts import EngineParts, ModelInfo
+from manylora_worker.models.quantized.fp8 import Fp8Linear
 from manylora_worker.models.ranks.cuts import check_cuts
 from manylora_worker.models.ranks.followers import Followers, Order
 from manylora_worker.models.ranks.group import RankGroup
@@ -335,7 +336,7 @@ def _build_cache(loaded: LoadedModel, config: WorkerConfig, *, more_blocks: int 
         marks_free=config.debug_fill_freed,
     )
     weight_bytes = sum(p.nbytes for p in loaded.model.parameters())
-    weight_bytes += sum(m.weight_bytes for m in loaded.model.modules() if isinstance(m, PackedLinear))
+    weight_bytes += sum(m.weight_bytes for m in loaded.model.modules() if isinstance(m, PackedLinear | Fp8Linear))
     _LOG.info(
         "model %s (%s, %s, %s): %.1f MiB of weights, %d linear layers in %d products; "
         "KV cache and adapters %.1f MiB: %d + %d blocks of %d tokens, %d bytes a token",

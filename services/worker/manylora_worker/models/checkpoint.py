@@ -20,7 +20,7 @@ from manylora_worker.models.quantized.schemes import Scheme, SchemeRefused, sche
 
 _LOG = logging.getLogger(__name__)
 
-Quantization = Literal["none", "nf4"]
+Quantization = Literal["none", "nf4", "fp8"]
 MAX_LAYERS = 4096  # transformers makes a list of as many as a configuration tells
 
 
@@ -47,7 +47,7 @@ def checked_config(folder: Path, quantization: Quantization, device_type: str) -
         text_config = config.get_text_config()
     except Exception as error:
         raise ModelRefused(f"{folder / 'config.json'}: {said(error)}") from error
-    if quantization == "none":  # weights that are shipped quantized are rebuilt before transformers sees them
+    if quantization != "nf4":  # weights that are shipped quantized are rebuilt before transformers sees them
         for each in (config, text_config):
             if isinstance(each, PretrainedConfig):
                 vars(each).pop("quantization_config", None)
@@ -207,8 +207,10 @@ def _check_quantization(folder: Path, raw: Mapping[str, Any], quantization: Quan
     problem = f"{folder / 'config.json'}: quantization_config: the weights are quantized already"
     scheme = shipped_scheme(folder)
     if scheme is not None:
-        if quantization == "nf4":
-            raise ModelRefused(f"{problem} ({scheme.label}), and not once more: start without --quantization nf4")
+        if quantization == "nf4" or (quantization == "fp8" and scheme.kind != "fp8"):
+            raise ModelRefused(
+                f"{problem} ({scheme.label}), and not once more: start without --quantization {quantization}"
+            )
         return
     bits = "4bit" if options.get("load_in_4bit") else "8bit"
     kind = options.get("bnb_4bit_quant_type", "fp4") if bits == "4bit" else ""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from manylora_worker.models.layers.lora_linear import FusedMember, LoraLinear
 from manylora_worker.models.layers.packed_linear import PackedLinear
 from manylora_worker.models.loader import LoadedModel
+from manylora_worker.models.quantized.fp8 import Fp8Linear
 from manylora_worker.models.ranks.cuts import SharedHead
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.models.rope import scaled_frequencies
@@ -50,9 +51,9 @@ class Projection:
     """One matrix product with LoRA on top of it."""
 
     linear: LoraLinear
-    weight: Tensor | None  # [out, in]; None where it is in 4 bits or packed
+    weight: Tensor | None  # [out, in]; None where it is quantized or packed
     bias: Tensor | None
-    nf4: Nf4Linear | None  # a weight in 4 bits for the GPU's kernels
+    quantized: Nf4Linear | Fp8Linear | None  # a weight that the GPU's kernels multiply with as it is
 
     @property
     def site(self) -> Site:
@@ -232,6 +233,8 @@ def _projection(module: nn.Module) -> Projection | None:
         return Projection(module, base.weight, base.bias, None)
     if isinstance(base, PackedLinear):
         return Projection(module, None, None, None)
+    if isinstance(base, Fp8Linear):
+        return Projection(module, None, None, base)
     return Projection(module, None, None, base) if _is_nf4_linear(base) else None
 
 

@@ -31,6 +31,7 @@ from manylora_worker.models.layers.attention import ATTENTION, STEP_KEYWORD, reg
 from manylora_worker.models.layers.kv_cache import KvGeometry
 from manylora_worker.models.layers.lora_linear import FusedMember, FusedProjection, LoraLinear, LoraSwitch
 from manylora_worker.models.layers.packed_linear import WORTH_PACKING, PackedLinear, can_pack
+from manylora_worker.models.quantized.install import ShippedCodes, quantize_to_fp8, quantize_to_nf4
 from manylora_worker.models.quantized.schemes import Scheme
 from manylora_worker.models.quantized.shipped import check_modules, read_shipped
 from manylora_worker.models.ranks.cuts import cut_head, cut_linears, is_summed
@@ -165,7 +166,7 @@ def load_model(
         path: a folder, or a hub id whose files are in the local cache.
         name: to serve it under; default: the last component of `path`.
         dtype: of weights and computation (with nf4: of computation).
-        quantization: "nf4" keeps linear weights in 4 bits (double quantization).
+        quantization: "nf4" keeps linear weights in 4 bits (double quantization), "fp8" in FP8 with a scale an output.
         group: a rank of it loads its share of the model.
         max_model_len: see prepare_model.
 
@@ -185,7 +186,15 @@ def load_model(
         raise ModelRefused(f"--tensor-parallel {group.size}: --quantization nf4 is shared among GPUs alone")
     # The whole model may be more than one device of several holds.
     place = device if group is None else "cpu"
-    model, left_out = _instantiate(folder, config, dtype, place, "nf4" if by_bitsandbytes else "none")
+    scheme = shipped_scheme(folder)
+    if group is not None and scheme is not None and quantization == "fp8":
+        raise ModelRefused(
+            f"--tensor-parallel {group.size}: weights that are shipped in FP8 are not shared among GPUs as they are: "
+            "start without --quantization fp8, or take the model's unquantized weights"
+        )
+    model, left_out, codes = _instantiate(
+        folder, config, dtype, place, quantization if quantization != "nf4" or by_bitsandbytes else "none", scheme
+    )
     modules = linear_modules(model)
     if group is not None:
         cut_linears(model, group)
@@ -201,6 +210,7 @@ def load_model(
         modules=modules,
         group=group,
         max_model_len=max_model_len,
+        codes=codes,
     )
 
 
@@ -216,22 +226,26 @@ def prepare_model(
     modules: Mapping[str, tuple[int, int]] | None = None,
     group: RankGroup | None = None,
     max_model_len: int = 0,
+    codes: ShippedCodes | None = None,
 ) -> LoadedModel:
     """model: instantiated with ATTENTION; with a group, cut. modules: before it was. Raises ModelRefused.
 
     max_model_len: the longest context, of adapters with a rotation of their own, too; 0: the model's.
+    codes: what the checkpoint has in FP8, which fp8 keeps as it is.
     """
     dtype, device = model.dtype, torch.device(model.device)
     modules = modules or linear_modules(model)
     head_modules = _head_modules(model)
     all_modules = {module_path for module_path, _ in model.named_modules() if module_path}
     switch = LoraSwitch()
-    fused = quantization == "none" or device.type == "cuda"
+    fused = quantization != "nf4" or device.type == "cuda"
     sites = _install_linears(model, modules, switch, fused=fused, group=group)
     if group is not None:
         cut_head(model, group)
     if quantization == "nf4" and device.type == "cuda":
-        _quantize_linears(model)
+        quantize_to_nf4(model)
+    if quantization == "fp8":
+        quantize_to_fp8(model, codes)
     if quantization == "none" and can_pack(dtype, device):
         _pack_linears(model)
     if device.type == "cuda":
@@ -287,9 +301,16 @@ def _check_device(device: str) -> None:
 
 
 def _instantiate(
-    folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: str, quantization: Quantization
-) -> tuple[PreTrainedModel, tuple[str, ...]]:
+    folder: Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: str,
+    quantization: Quantization,
+    scheme: Scheme | None,
+) -> tuple[PreTrainedModel, tuple[str, ...], ShippedCodes | None]:
+    """The model, parts that it is served without, and what it has in FP8. scheme: see shipped_scheme."""
     options: dict[str, Any] = {}
+    codes: ShippedCodes | None = None
     if quantization == "nf4":
         nf4 = {
             "load_in_4bit": True,
@@ -303,7 +324,6 @@ def _instantiate(
         else:  # its weights are in 4 bits already
             stated["bnb_4bit_compute_dtype"] = nf4["bnb_4bit_compute_dtype"]
         options["device_map"] = {"": device}
-    scheme = shipped_scheme(folder)
     try:
         if scheme is None:
             with without_adapter(folder) as plain_folder:
@@ -317,7 +337,7 @@ def _instantiate(
                     **options,
                 )
         else:
-            model, loading = _from_shipped(folder, scheme, config, dtype)
+            model, loading, codes = _from_shipped(folder, scheme, config, dtype, keeps_codes=quantization == "fp8")
     except Exception as error:  # whatever transformers or a quantizer raises is about this folder
         raise ModelRefused(f"{folder}: {said(error)}") from error
     if loading["missing_keys"] or loading["mismatched_keys"]:
@@ -328,7 +348,7 @@ def _instantiate(
     if unused:  # a bias that the config denies, scales of a quantization that it does not name
         raise ModelRefused(f"{folder}: linear layers have {len(unused)} weights that are not used, such as {unused[0]}")
     left_out = _keep_text_alone(model)
-    if quantization == "none":
+    if quantization != "nf4":
         model = model.to(device)
     else:
         from bitsandbytes.nn import Linear4bit
@@ -338,12 +358,14 @@ def _instantiate(
             if isinstance(module, Linear4bit):
                 module.support_avx512bf16_for_cpu = False
     model.eval().requires_grad_(False)
-    return model, left_out
+    return model, left_out, codes
 
 
-def _from_shipped(folder: Path, scheme: Scheme, config: PretrainedConfig, dtype: torch.dtype) -> Any:
-    """The model of weights that are rebuilt, and what transformers says of the loading. Raises SchemeRefused."""
-    shipped = read_shipped(weight_files(folder), scheme, dtype)
+def _from_shipped(
+    folder: Path, scheme: Scheme, config: PretrainedConfig, dtype: torch.dtype, *, keeps_codes: bool
+) -> tuple[PreTrainedModel, dict[str, Any], ShippedCodes | None]:
+    """The model of weights that are rebuilt, what transformers says of the loading, codes. Raises SchemeRefused."""
+    shipped = read_shipped(weight_files(folder), scheme, dtype, keeps_codes=keeps_codes)
     with torch.device("meta"):
         kind = type(AutoModelForCausalLM.from_config(config))  # AutoModel reads folders alone
     model, loading = kind.from_pretrained(None, config=config, dtype=dtype, state_dict=shipped.tensors, **_LOADING)
@@ -351,7 +373,7 @@ def _from_shipped(folder: Path, scheme: Scheme, config: PretrainedConfig, dtype:
     loading["unexpected_keys"] = set(loading["unexpected_keys"]) - shipped.zero_biases
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model, loading
+    return model, loading, ShippedCodes(shipped.codes, scheme.inputs_of_scale) if keeps_codes else None
 
 
 def _keep_text_alone(model: PreTrainedModel) -> tuple[str, ...]:
@@ -547,17 +569,3 @@ def _pack_linears(model: PreTrainedModel) -> None:
         if type(module) is nn.Linear and module.weight.numel() >= WORTH_PACKING:
             parent_path, _, leaf = path.rpartition(".")
             setattr(model.get_submodule(parent_path), leaf, PackedLinear(module.weight, module.bias))
-
-
-def _quantize_linears(model: PreTrainedModel) -> None:
-    # layer by layer; the head stays as it is
-    from manylora_worker.models.cuda.kernels.nf4 import Nf4Linear, Nf4Workspace
-    from manylora_worker.models.cuda.kernels.nf4_format import BLOCK_SIZE
-
-    workspace = Nf4Workspace(model.device)
-    for path, module in model.named_modules():
-        if isinstance(module, LoraLinear):
-            linear = module.base
-            if type(linear) is not nn.Linear or linear.in_features % BLOCK_SIZE:
-                raise ModelRefused(f"{path}: nf4 needs a linear layer whose inputs are a multiple of {BLOCK_SIZE}")
-            module.base = Nf4Linear.from_weight(linear.weight.data, linear.bias, workspace)

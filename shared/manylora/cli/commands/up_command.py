@@ -22,6 +22,7 @@ DEFAULT_PORT = 7070
 class Quantization(enum.StrEnum):
     NONE = "none"
     NF4 = "nf4"
+    FP8 = "fp8"
 
 
 class GenerationConfig(enum.StrEnum):

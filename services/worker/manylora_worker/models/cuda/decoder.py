@@ -282,8 +282,8 @@ class Decoder:
         return self._linear(projection, x, out), lora
 
     def _linear(self, projection: Projection, x: Tensor, out: Tensor) -> Tensor:
-        if projection.nf4 is not None:
-            return projection.nf4.parts(x, pdl=self._pdl)
+        if projection.quantized is not None:
+            return projection.quantized.parts(x, pdl=self._pdl)
         return linear(x, projection.weight, projection.bias, out, self._parts, pdl=self._pdl)
 
     def _tiles_for(self, lora: LoraRows, x: Tensor) -> LoraTiles | None:

@@ -38,6 +38,11 @@ class Scheme:
             return ("weight", "weight_scale_inv", "weight_scale", "input_scale", "activation_scale")
         return ("qweight", "qzeros", "scales", "g_idx")
 
+    @property
+    def inputs_of_scale(self) -> int:
+        """0: all of them."""
+        return self.group_size if self.block is None else self.block[1]
+
     def skips(self, path: str) -> bool:
         return any(_names(entry, path) for entry in self.skipped)
 

@@ -1,0 +1,79 @@
+"""A linear layer whose weight stays in FP8 (e4m3): half of bf16's bytes. Activations are what they are.
+
+The CPU rebuilds the weight for each product. On a GPU cuda/kernels/fp8_product.py multiplies with the codes themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from manylora_worker.models.quantized.schemes import FP8
+
+_LARGEST = torch.finfo(FP8).max
+
+
+@dataclass(frozen=True)
+class Fp8Weight:
+    """codes: [out, in]. scales: float32 [out, groups], of equally many inputs each but for the last."""
+
+    codes: Tensor
+    scales: Tensor
+    group_size: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """[out, in]. Code times scale in float32, rounded once."""
+        scales = self.scales
+        if scales.shape[1] > 1:
+            scales = scales.repeat_interleave(self.group_size, dim=1)[:, : self.codes.shape[1]]
+        return (self.codes.float() * scales).to(dtype)
+
+
+def quantize(weight: Tensor) -> Fp8Weight:
+    """By output: its largest value becomes FP8's largest."""
+    scales = weight.float().abs().amax(1, keepdim=True).clamp_min(1e-30) / _LARGEST
+    codes = (weight.float() / scales).clamp(-_LARGEST, _LARGEST).to(FP8)
+    return Fp8Weight(codes, scales, weight.shape[1])
+
+
+def joined(parts: Sequence[tuple[Tensor, Tensor]], group_size: int, device: torch.device) -> Fp8Weight:
+    """Of layers that read the same input, as a checkpoint ships them (Scheme.codes)."""
+    codes = torch.cat([codes for codes, _ in parts]).to(device)
+    scales = torch.cat([scales for _, scales in parts]).to(device)
+    return Fp8Weight(codes, scales, group_size if scales.shape[1] > 1 else codes.shape[1])
+
+
+class Fp8Linear(nn.Module):
+    """x: [..., in] -> [..., out] in x's type. Immutable, so a captured graph that holds it stays right."""
+
+    def __init__(self, weight: Fp8Weight, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.codes.shape
+        self.weight_bytes = weight.num_bytes
+        self.weight = weight
+        self.bias = None if bias is None else bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features)
+        if not x.is_cuda or rows.shape[0] == 0:
+            return F.linear(x, self.weight.dequantized(x.dtype), self.bias)
+        parts = self.parts(rows, pdl=False)
+        y = parts[0] if parts.dtype == x.dtype else parts.sum(0).to(x.dtype)
+        return y.reshape(*x.shape[:-1], self.out_features)
+
+    def parts(self, x: Tensor, *, pdl: bool) -> Tensor:
+        """[rows, in], rows > 0, on a GPU, to [parts, rows, out], as gemm.linear."""
+        from manylora_worker.models.cuda.kernels import fp8_product  # Triton, which a worker on the CPU has not
+
+        return fp8_product.product(x.contiguous(), self.weight, self.bias, pdl=pdl)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -1,0 +1,52 @@
+"""Puts quantized weights into a model whose linear layers are LoRA linears already. The head stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from manylora_worker.models.checkpoint import ModelRefused
+from manylora_worker.models.layers.lora_linear import LoraLinear
+from manylora_worker.models.quantized.fp8 import Fp8Linear, joined, quantize
+
+
+@dataclass(frozen=True)
+class ShippedCodes:
+    """by_path: FP8 and scales of a layer (Scheme.codes). inputs_of_scale: 0: all."""
+
+    by_path: Mapping[str, tuple[Tensor, Tensor]] = field(repr=False)
+    inputs_of_scale: int
+
+
+def quantize_to_fp8(model: PreTrainedModel, shipped: ShippedCodes | None) -> None:
+    """Layer by layer. What is shipped in FP8 is taken as it is. Raises ModelRefused."""
+    for path, module in model.named_modules():
+        if not isinstance(module, LoraLinear):
+            continue
+        linear = module.base
+        if type(linear) is not nn.Linear:
+            raise ModelRefused(f"{path}: {type(linear).__name__}: fp8 needs a linear layer")
+        paths = [slot.path for slot in module.site.slots]
+        if shipped is not None and all(each in shipped.by_path for each in paths):
+            own = [shipped.by_path[each] for each in paths]
+            weight = joined(own, shipped.inputs_of_scale, linear.weight.device)
+        else:
+            weight = quantize(linear.weight.data)
+        module.base = Fp8Linear(weight, linear.bias)
+
+
+def quantize_to_nf4(model: PreTrainedModel) -> None:
+    # layer by layer; the head stays as it is
+    from manylora_worker.models.cuda.kernels.nf4 import Nf4Linear, Nf4Workspace
+    from manylora_worker.models.cuda.kernels.nf4_format import BLOCK_SIZE
+
+    workspace = Nf4Workspace(model.device)
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            linear = module.base
+            if type(linear) is not nn.Linear or linear.in_features % BLOCK_SIZE:
+                raise ModelRefused(f"{path}: nf4 needs a linear layer whose inputs are a multiple of {BLOCK_SIZE}")
+            module.base = Nf4Linear.from_weight(linear.weight.data, linear.bias, workspace)

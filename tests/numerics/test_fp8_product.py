@@ -1,0 +1,106 @@
+"""Products with a weight in FP8 in Triton, against the dequantized weight's product in float64.
+
+Runs in Triton's interpreter on the CPU and, marked gpu, as compiled code.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
+
+from manylora_worker.models.cuda.kernels import fp8_product
+from manylora_worker.models.quantized.fp8 import Fp8Linear, Fp8Weight, quantize
+
+from tests.numerics.interpreter import DEVICES, INTERPRETED
+
+pytestmark = pytest.mark.kernels
+
+SHAPES = [(64, 128), (7, 192), (130, 1040), (96, 2048)]
+"""(out, in): one tile; less than one of outputs; no multiple of one, inputs of 16; inputs that are split."""
+WHOLE = 1 << 20  # a group of all inputs
+TOLERANCE = 1e-2
+
+
+def weight_of(shape: tuple[int, int], group_size: int, device: str) -> Fp8Weight:
+    weight = quantize(torch.randn(shape))
+    if group_size < shape[1]:
+        scales = torch.rand(shape[0], -(-shape[1] // group_size)) + 0.5
+        weight = Fp8Weight(weight.codes, scales, group_size)
+    return Fp8Weight(weight.codes.to(device), weight.scales.to(device), weight.group_size)
+
+
+def check(result: torch.Tensor, x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None) -> None:
+    expected = torch.nn.functional.linear(
+        x.double(), weight.dequantized(torch.float64), None if bias is None else bias.double()
+    )
+    assert torch.isfinite(result).all()
+    assert float((result.double() - expected).abs().max() / expected.abs().max()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("group_size", [WHOLE, 128])
+@pytest.mark.parametrize("num_rows", [1, 17, 64, 100, 300])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products(shape: tuple[int, int], num_rows: int, group_size: int, device: str) -> None:
+    torch.manual_seed(num_rows + sum(shape))
+    weight = weight_of(shape, group_size, device)
+    x = torch.randn(num_rows, shape[1], device=device).bfloat16()
+    bias = torch.randn(shape[0], device=device).bfloat16() if num_rows % 2 else None
+    assert fp8_product.takes(num_rows, weight, x.dtype) == (num_rows <= fp8_product.MOST_ROWS)
+    parts = fp8_product.product(x, weight, bias, pdl=False)
+    if num_rows == 1 and shape[1] == 2048:
+        assert parts.shape[0] > 1
+    check(parts.sum(0), x, weight, bias)
+    if device == "cuda":
+        assert torch.equal(Fp8Linear(weight, bias)(x[None])[0], parts.sum(0).to(x.dtype))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_other_types_and_shapes_are_dequantized(device: str) -> None:
+    torch.manual_seed(1)
+    for shape, group_size, dtype in (((40, 128), 128, torch.float32), ((40, 96), 32, torch.bfloat16)):
+        weight = weight_of(shape, group_size, device)
+        x = torch.randn(3, shape[1], device=device, dtype=dtype)
+        assert not fp8_product.takes(3, weight, dtype)
+        check(fp8_product.product(x, weight, None, pdl=False)[0], x, weight, None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_does_not_depend_on_its_neighbours(device: str) -> None:
+    torch.manual_seed(5)
+    weight = weight_of((96, 512), WHOLE, device)
+    x = torch.randn(16, 512, device=device).bfloat16()
+    whole = fp8_product.product(x, weight, None, pdl=False)
+    assert torch.equal(fp8_product.product(x.flip(0).contiguous(), weight, None, pdl=False).flip(1), whole)
+    assert torch.equal(fp8_product.product(x[5:6], weight, None, pdl=False)[:, 0], whole[:, 5])
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65, 256])
+@pytest.mark.parametrize("tiles", [1, 64, 96, 448])
+@pytest.mark.parametrize("k", [16, 128, 576, 4096, 14336])
+def test_splits_cover_the_inputs_once(rows: int, tiles: int, k: int) -> None:
+    splits, k_of_split = fp8_product.split(rows, tiles, k)
+    assert (splits - 1) * k_of_split < k <= splits * k_of_split
+    assert 1 <= splits <= 4
+    assert k_of_split % 128 == 0
+
+
+@pytest.mark.gpu
+def test_products_in_a_graph() -> None:
+    if INTERPRETED:
+        pytest.skip("TRITON_INTERPRET is set")
+    torch.manual_seed(6)
+    layers = [Fp8Linear(weight_of((n, 1024), group, "cuda"), None) for n, group in ((1024, WHOLE), (4096, 128))]
+    for num_rows in (1, 16, 64, 200, 300):
+        x = torch.randn(num_rows, 1024, device="cuda").bfloat16()
+        expected = [layer(x) for layer in layers]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = [layer(x) for layer in layers]
+        for _ in range(3):
+            for result in results:
+                result.fill_(float("nan"))
+            graph.replay()
+            assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
