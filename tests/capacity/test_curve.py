@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 from manylora.capacity.files import packaged_curves
-from manylora.capacity.planning.curve import Curve, find_curve, scaled
+from manylora.capacity.planning.curve import Curve, curve_of, find_curve, scaled
 from manylora.capacity.planning.shapes import GPUS, SHAPES
 
 from bench import curves as made
@@ -67,3 +68,9 @@ def test_a_step_grows_with_all_that_it_does() -> None:
     one = curve.step_ms(32, 32 * 256, sum_ranks=16, max_rank=16)
     assert base < one < curve.step_ms(32, 32 * 256, sum_ranks=16 * 32, max_rank=16)
     assert one < curve.step_ms(32, 32 * 256, sum_ranks=64, max_rank=64)
+
+
+def test_a_curve_of_ones_own_names_its_gpu_and_shape_with_their_sizes() -> None:
+    kept = json.loads(made.CURVES.read_text())[0]
+    own = {**kept, "gpu": asdict(GPUS["H100"]), "shape": asdict(SHAPE)}
+    assert curve_of(own) == curve_of(kept) == CURVES["H100"]

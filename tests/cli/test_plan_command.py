@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from manylora.cli.app import app
+from manylora_shared.ledger.row import UsageRow
+from manylora_shared.ledger_sinks.sqlite import SqliteSink
 from typer.testing import CliRunner
 
 MIX = """
@@ -18,7 +20,6 @@ tenants:
   acme: {prompt_tokens: 128, output_tokens: 64, adapters: [support, sales], rank: 16}
   bolt: {prompt_tokens: 64, output_tokens: 32, class: batch}
 """
-ROW = {"tenant": "acme", "adapter": "support", "prompt_tokens": 50, "cached_tokens": 0, "completion_tokens": 20}
 GPU = ("--model", "llama-3.1-8b", "--gpu", "H100")
 
 
@@ -46,14 +47,17 @@ def test_a_mix_is_planned_as_text_and_as_a_document(mix: str) -> None:
 
 
 def test_a_ledger_is_planned_from_sqlite_and_from_json(tmp_path: Path) -> None:
-    rows = [{**ROW, "began_unix_s": 1000.0 + n / 4} for n in range(100)]
-    (tmp_path / "usage.json").write_text(json.dumps(rows))
-    with closing(sqlite3.connect(tmp_path / "usage.sqlite")) as connection:
-        connection.execute(f"CREATE TABLE usage ({', '.join(rows[0])})")
-        connection.executemany(
-            f"INSERT INTO usage VALUES (?{', ?' * (len(rows[0]) - 1)})", [tuple(r.values()) for r in rows]
+    rows = [
+        UsageRow(
+            request_id=f"r{n}", tenant="acme", qos_class="standard", adapter="support", prompt_tokens=50,
+            completion_tokens=20, began_unix_s=1000 + n / 4, ended_unix_s=1001 + n / 4,
         )
-        connection.commit()
+        for n in range(100)
+    ]  # fmt: skip
+    (tmp_path / "usage.json").write_text(json.dumps([row.shown() for row in rows]))
+    sink = SqliteSink(tmp_path / "usage.sqlite")
+    sink.put(rows)
+    sink.close()
     plans = [run("--from-ledger", str(tmp_path / name), *GPU, "--json") for name in ("usage.json", "usage.sqlite")]
     assert plans[0] == plans[1]
     document = json.loads(plans[0][1])
@@ -78,12 +82,15 @@ def test_a_bad_mix_is_refused_with_its_place(tmp_path: Path, text: str, says: st
 
 def test_bad_options_and_files_are_refused(tmp_path: Path, mix: str) -> None:
     (tmp_path / "rows.json").write_text('{"rows": []}')
+    with closing(sqlite3.connect(tmp_path / "other.sqlite")) as connection:
+        connection.execute("CREATE TABLE other (a)")
     for arguments, says in [
         ((), "give either --tenants FILE or --from-ledger FILE"),
         (("--tenants", mix, "--model", "llama-3.1-8b"), "give either --gpu NAME or --curve FILE"),
         (("--tenants", mix, "--model", "llama-3.1-8b", "--gpu", "H900"), "--gpu: 'H900' is none of"),
         (("--tenants", mix, "--model", "nothing", "--gpu", "H100"), "'nothing' is none of llama-3.1-8b"),
         (("--from-ledger", str(tmp_path / "rows.json")), "must be a list of rows"),
+        (("--from-ledger", str(tmp_path / "other.sqlite")), "other.sqlite: cannot be read: no such table: usage"),
         (("--from-ledger", mix), "is neither SQLite nor JSON"),
     ]:
         rest = () if "--model" in arguments else GPU

@@ -18,6 +18,17 @@ from manylora.load.planning.fields import BadMix
 from manylora.load.planning.mix import Mix, mix_of
 
 CURVES = Path(__file__).parent / "curves.json"
+_MOST_ROWS = 1_000_000  # of a ledger's, the newest
+_COLUMNS = (
+    "tenant",
+    "qos_class",
+    "adapter",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "unread_tokens",
+    "began_unix_s",
+)
 _SQLITE = b"SQLite format 3\0"
 
 
@@ -75,7 +86,9 @@ def read_ledger(file: Path) -> Sequence[Mapping[str, Any]]:
 def _from_sqlite(file: Path) -> Sequence[Mapping[str, Any]]:
     with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)) as connection:
         connection.row_factory = sqlite3.Row
-        return [dict(row) for row in connection.execute("SELECT * FROM usage")]
+        columns = ", ".join(_COLUMNS)
+        newest = f"SELECT {columns} FROM usage ORDER BY ended_unix_s DESC LIMIT {_MOST_ROWS}"
+        return [dict(row) for row in connection.execute(newest)]
 
 
 def _from_json(file: Path) -> Sequence[Mapping[str, Any]]:

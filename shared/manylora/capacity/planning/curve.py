@@ -73,9 +73,11 @@ class Curve:
 
 
 def curve_of(document: Mapping[str, Any]) -> Curve:
-    """One entry of the packaged curves, or of `bench/plan_check.py`."""
+    """One entry of the packaged curves, or of plan_check.py, whose GPU and shape may be told with their sizes."""
     values = dict(document)
-    gpu, shape = GPUS[values.pop("gpu")], SHAPES[values.pop("shape")]
+    gpu, shape = values.pop("gpu"), values.pop("shape")
+    gpu = Gpu(**gpu) if isinstance(gpu, dict) else GPUS[gpu]
+    shape = Shape(**shape) if isinstance(shape, dict) else SHAPES[shape]
     points = [(int(rows), float(ms)) for rows, ms in values.pop("points")]
     return Curve(gpu=gpu, shape=shape, points=points, **values)
 
