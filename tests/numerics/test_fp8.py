@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ from manylora_worker.models.torch.decoder import trusted_weights
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.numerics.adapters import Reference
 from tests.numerics.conftest import FamilyOf
 from tests.numerics.driver import Driver, Stream, make_runner, put_adapter
 from tests.numerics.quantizing import ship
 from tests.numerics.test_checkpoint import logits_of
+from tests.numerics.two_ranks import check_logprobs
 
 PROMPT = list(range(3, 20))
 
@@ -68,6 +71,13 @@ def test_an_engine_in_fp8_equals_the_weights_it_stands_for(family_of: FamilyOf, 
     driver.run(streams, 6)
     expected = wrapped.generate(input_ids=torch.tensor([PROMPT]), max_new_tokens=6, do_sample=False, eos_token_id=None)
     assert streams[0].output == expected[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.wide
+def test_two_ranks_have_the_weights_of_one(family_of: FamilyOf, tmp_path: Path) -> None:
+    family = family_of("llama")
+    reference = Reference(reference_of(family.folder).eval(), family.adapters)
+    check_logprobs(replace(family, reference=reference), tmp_path, "cpu", 1e-3, quantization="fp8")
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-channel", "fp8-tensor"])

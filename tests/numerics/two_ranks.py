@@ -62,7 +62,7 @@ def check_fight(family: Family, store: Path, device: str) -> None:
         fight(family, EngineCore(parts.runner, parts.backend, limits, prefix), asked(family, 30, 16), uids)
 
 
-def check_logprobs(family: Family, store: Path, device: str, tolerance: float) -> None:
+def check_logprobs(family: Family, store: Path, device: str, tolerance: float, **changes: Any) -> None:
     """Every adapter, mixed: greedy tokens, and the logprobs of the likeliest at each of them."""
     uids: dict[str | None, AdapterUid | None] = {None: None, **family.put_adapters(store / "objects")}
     keys = {**uids, **composed(family.reference, uids)}
@@ -71,7 +71,7 @@ def check_logprobs(family: Family, store: Path, device: str, tolerance: float) -
         (name, [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice((1, 3, 8, 21, 40)))])
         for name in (*keys, None, *list(uids)[1:3])
     ]
-    with shared_by_two(family, store, device, num_blocks=200, device_adapter_mb=8.0) as parts:
+    with shared_by_two(family, store, device, num_blocks=200, device_adapter_mb=8.0, **changes) as parts:
         limits = EngineLimits(
             PlannerLimits(48, 17, 10), AdapterCacheLimits(host_bytes=1 << 30, device_bytes=8 << 20), max_requests=64
         )

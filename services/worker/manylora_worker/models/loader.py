@@ -245,7 +245,7 @@ def prepare_model(
     if quantization == "nf4" and device.type == "cuda":
         quantize_to_nf4(model)
     if quantization == "fp8":
-        quantize_to_fp8(model, codes)
+        quantize_to_fp8(model, codes, group)
     if quantization == "none" and can_pack(dtype, device):
         _pack_linears(model)
     if device.type == "cuda":

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from manylora_worker.models.quantized.schemes import FP8
+from manylora_worker.models.ranks.group import RankGroup
 
 _LARGEST = torch.finfo(FP8).max
 
@@ -37,9 +38,12 @@ class Fp8Weight:
         return (self.codes.float() * scales).to(dtype)
 
 
-def quantize(weight: Tensor) -> Fp8Weight:
-    """By output: its largest value becomes FP8's largest."""
-    scales = weight.float().abs().amax(1, keepdim=True).clamp_min(1e-30) / _LARGEST
+def quantize(weight: Tensor, group: RankGroup | None = None) -> Fp8Weight:
+    """By output: its largest value becomes FP8's largest. group: of ranks that have the outputs' other inputs."""
+    largest = weight.float().abs().amax(1, keepdim=True)
+    if group is not None:
+        group.largest(largest)
+    scales = largest.clamp_min(1e-30) / _LARGEST
     codes = (weight.float() / scales).clamp(-_LARGEST, _LARGEST).to(FP8)
     return Fp8Weight(codes, scales, weight.shape[1])
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.layers.lora_linear import LoraLinear
 from manylora_worker.models.quantized.fp8 import Fp8Linear, joined, quantize
+from manylora_worker.models.ranks.group import RankGroup
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,11 @@ class ShippedCodes:
     inputs_of_scale: int
 
 
-def quantize_to_fp8(model: PreTrainedModel, shipped: ShippedCodes | None) -> None:
-    """Layer by layer. What is shipped in FP8 is taken as it is. Raises ModelRefused."""
+def quantize_to_fp8(model: PreTrainedModel, shipped: ShippedCodes | None, group: RankGroup | None = None) -> None:
+    """Layer by layer; a rank's share has the scales that the whole would, and what is shipped in FP8 is taken as it is.
+
+    Raises ModelRefused.
+    """
     for path, module in model.named_modules():
         if not isinstance(module, LoraLinear):
             continue
@@ -34,7 +38,7 @@ def quantize_to_fp8(model: PreTrainedModel, shipped: ShippedCodes | None) -> Non
             own = [shipped.by_path[each] for each in paths]
             weight = joined(own, shipped.inputs_of_scale, linear.weight.device)
         else:
-            weight = quantize(linear.weight.data)
+            weight = quantize(linear.weight.data, None if module.reduce is None else group)
         module.base = Fp8Linear(weight, linear.bias)
 
 

@@ -62,6 +62,10 @@ class RankGroup:
         for first, columns in zip(range(0, out.shape[1], part.shape[1]), gathered.unbind(0), strict=False):
             out[:, first : first + part.shape[1]].copy_(columns[:, : out.shape[1] - first])
 
+    def largest(self, x: Tensor) -> None:
+        """Element by element of all ranks', in place."""
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+
     def least(self, value: int) -> int:
         """Of all ranks' values."""
         found = torch.tensor(value, device=self.device)

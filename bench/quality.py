@@ -1,0 +1,84 @@
+"""Perplexity of a base model on a text, by how its weights are kept: on the CPU, loaded and multiplied as by a worker.
+
+    python -m bench.quality MODEL [--text docs/POLICY.md] [--checkpoint FOLDER ...]
+
+One JSON line a format: float32, bfloat16, and fp8 and nf4 computed in float32, so that what differs is the weights
+alone; and each --checkpoint (a quantized one of the same model, say) as it is shipped. `over_float32` is by how much
+the perplexity is larger. The text is cut into windows that know nothing of each other; their first tokens do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from manylora_worker.models.layers.packed_linear import PackedLinear
+from manylora_worker.models.loader import load_model
+from manylora_worker.models.quantized.fp8 import Fp8Linear
+from transformers import AutoTokenizer
+
+Format = tuple[str, str, torch.dtype, Literal["none", "nf4", "fp8"]]
+
+
+def formats(model: str, checkpoints: list[str]) -> list[Format]:
+    return [
+        ("float32", model, torch.float32, "none"),
+        ("bfloat16", model, torch.bfloat16, "none"),
+        ("fp8", model, torch.float32, "fp8"),
+        ("nf4", model, torch.float32, "nf4"),
+        *((Path(folder).name, folder, torch.float32, "none") for folder in checkpoints),
+    ]
+
+
+def perplexity(how: Format, windows: list[list[int]], threads: int) -> tuple[float, int]:
+    """And the bytes of weights, as they are kept."""
+    _, folder, dtype, quantization = how
+    loaded = load_model(folder, dtype=dtype, quantization=quantization, threads=threads)
+    model = loaded.model
+    kept = [module for module in model.modules() if isinstance(module, PackedLinear | Fp8Linear)]
+    num_bytes = sum(each.nbytes for each in model.parameters()) + sum(module.weight_bytes for module in kept)
+    model.set_attn_implementation("eager")
+    total = 0.0
+    with torch.inference_mode():
+        for window in windows:
+            ids = torch.tensor([window])
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+            total += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+    return math.exp(total / sum(len(window) - 1 for window in windows)), num_bytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a folder, or a name in the local hub cache")
+    parser.add_argument("--text", type=Path, default=Path("docs/POLICY.md"))
+    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--windows", type=int, default=4, help="at most so many")
+    parser.add_argument("--checkpoint", action="append", default=[])
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    text = options.text.read_text(encoding="utf-8")
+    ids = AutoTokenizer.from_pretrained(options.model)(text, add_special_tokens=False)["input_ids"]
+    windows = [ids[at : at + options.window] for at in range(0, len(ids) - options.window + 1, options.window)]
+    windows = windows[: options.windows]
+    whole: dict[str, Any] = {
+        "bench": "quality", "model": Path(options.model).name, "text": options.text.name,
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest()[:12], "tokens": sum(map(len, windows)),
+        "window": options.window,
+    }  # fmt: skip
+    least = 0.0
+    for how in formats(options.model, options.checkpoint):
+        started = time.monotonic()
+        found, num_bytes = perplexity(how, windows, options.threads)
+        least = least or found
+        line = {"format": how[0], "perplexity": round(found, 4), "over_float32": round(found / least - 1, 5)}
+        print(json.dumps(whole | line | {"weight_bytes": num_bytes, "seconds": round(time.monotonic() - started, 1)}))
+
+
+if __name__ == "__main__":
+    main()
