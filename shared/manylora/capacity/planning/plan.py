@@ -50,12 +50,21 @@ class Plan:
     settings: WorkerSettings
     expected: Outcome  # of one cell
     cells: int
-    played_s: float
+    played: Traffic
+    holds: bool  # the objectives, with the spare traffic: always, where the number of workers was not given
     rules: list[Rule]
 
     @property
+    def played_s(self) -> float:
+        return self.played.seconds
+
+    @property
     def tokens_per_s(self) -> float:
-        return self.traffic.output_tokens_per_s
+        """What is asked for, or, where the workers are too few, what they make."""
+        asked = self.traffic.output_tokens_per_s
+        if self.holds:
+            return asked
+        return asked * min(1.0, self.expected.tokens_per_s / self.played.output_tokens_per_s)
 
     def million(self, tokens_per_s: float) -> float | None:
         """What a million tokens cost."""
@@ -87,9 +96,12 @@ def plan(traffic: Traffic, curve: Curve, wanted: Wanted) -> Plan:
             raise CannotPlan(f"{where}: no first token comes within {ttft_ms:g} ms; alone one takes {least_ms:.1f}")
     floor = _load(traffic, curve)
     cells = max(1, int(floor / _CELL_WORKERS))
+    if wanted.workers is not None:
+        cells = max(number for number in range(1, cells + 1) if wanted.workers % number == 0)
     played = traffic.part(cells).first(_PLAYED_REQUESTS)
     hurried = played.faster(1 + wanted.spare)
     best: tuple[int, WorkerSettings] | None = None
+    holds = False
     longest_s = math.inf if wanted.workers else 1.5e-3 * max([wanted.ttft_ms, *_own_ttfts(traffic)])
     for slots in (wanted.slots,) if wanted.slots else _SLOTS:
         roomy = _settings(curve, slots, arena, 0, wanted)
@@ -98,9 +110,10 @@ def plan(traffic: Traffic, curve: Curve, wanted: Wanted) -> Plan:
             outcome = play_unless_late(curve, settings, count, hurried, longest_s)
             if outcome is None:
                 continue
-            if wanted.workers is not None or _holds(outcome, hurried, wanted):
-                if best is None or count < best[0]:
-                    best = (count, settings)
+            does = _holds(outcome, hurried, wanted)
+            if does or wanted.workers is not None:
+                if best is None or count < best[0] or does > holds:
+                    best, holds = (count, settings), does
                 break
     if best is None:
         raise CannotPlan("no number of workers and slots keeps the objectives")
@@ -108,7 +121,7 @@ def plan(traffic: Traffic, curve: Curve, wanted: Wanted) -> Plan:
     outcome = play(curve, settings, count, played)
     workers = count * cells
     rules = rules_of(curve, settings, traffic, outcome, workers, count, played.seconds)
-    return Plan(curve, wanted, traffic, workers, settings, outcome, cells, played.seconds, rules)
+    return Plan(curve, wanted, traffic, workers, settings, outcome, cells, played, holds, rules)
 
 
 def arena_bytes(curve: Curve) -> int:
@@ -135,7 +148,7 @@ def _load(traffic: Traffic, curve: Curve) -> float:
 def _counts(floor: float, best: tuple[int, WorkerSettings] | None, wanted: Wanted, cells: int) -> Iterator[int]:
     """Of workers, to be tried; none that would be no better than the best one."""
     if wanted.workers is not None:
-        yield max(1, round(wanted.workers / cells))
+        yield wanted.workers // cells
         return
     count = max(1, math.floor(floor * 0.8))
     most = math.ceil(floor * 4) + 2 if best is None else best[0] - 1
@@ -217,7 +230,7 @@ def document_of(plan: Plan) -> dict[str, Any]:
     for request in traffic.requests:
         tenants[request.tenant] = tenants.get(request.tenant, 0) + 1
     shown = sorted(tenants, key=lambda name: -tenants[name])[:50]
-    total = traffic.output_tokens_per_s + traffic.prompt_tokens_per_s
+    total = plan.tokens_per_s * (1 + traffic.prompt_tokens_per_s / traffic.output_tokens_per_s)
     return {
         "gpu": curve.gpu.name,
         "model": curve.shape.name,
@@ -230,6 +243,7 @@ def document_of(plan: Plan) -> dict[str, Any]:
             "output_tokens_per_s": round(traffic.output_tokens_per_s, 1),
         },
         "workers": plan.workers,
+        "keeps_objectives": plan.holds,
         "sequence_slots": settings.slots,
         "arena": {
             "gib": round(arena_bytes(curve) / GIB, 2),
@@ -253,7 +267,7 @@ def document_of(plan: Plan) -> dict[str, Any]:
         "cost": {
             "gpu_hour": plan.wanted.gpu_hour,
             "hour": None if plan.wanted.gpu_hour is None else round(plan.wanted.gpu_hour * plan.workers, 4),
-            "million_output_tokens": _rounded(plan.million(traffic.output_tokens_per_s)),
+            "million_output_tokens": _rounded(plan.million(plan.tokens_per_s)),
             "million_tokens": _rounded(plan.million(total)),
         },
         "rules": [{"rule": rule.name, "act": rule.act, "says": rule.says} for rule in plan.rules],
