@@ -104,4 +104,46 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **_longrope(6), "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False,
         "num_key_value_heads": 2, "partial_rotary_factor": 0.75, "tie_word_embeddings": True,
     },
+    "phi-4": {
+        **_PHI3, "auto_map": {}, "num_key_value_heads": 2, "rope_theta": 250000, "sliding_window": None,
+    },
+    "mistral-small-3": {**_MISTRAL, "head_dim": 24, "rope_theta": 100000000.0, "sliding_window": None},
+    "gemma-2b": {
+        **_SIZES, "architectures": ["GemmaForCausalLM"], "model_type": "gemma", "attention_bias": False,
+        "bos_token_id": 2, "eos_token_id": 1, "head_dim": 24, "hidden_act": "gelu", "hidden_activation": None,
+        "num_key_value_heads": 1, "pad_token_id": 0, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 10000.0,
+    },
+    "granite-3.3-2b": {
+        **_LLAMA, "architectures": ["GraniteForCausalLM"], "model_type": "granite", "attention_multiplier": 0.0625,
+        "embedding_multiplier": 12.0, "logits_scaling": 8.0, "mlp_bias": False, "residual_multiplier": 0.22,
+        "rope_scaling": None, "rope_theta": 10000000.0, "tie_word_embeddings": True,
+    },
+    "smollm3-3b": {
+        **_SIZES, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "attention_bias": False,
+        "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "mlp_bias": False, "max_window_layers": 28,
+        "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 0], "pad_token_id": 3, "pretraining_tp": 2,
+        "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 5000000.0, "sliding_window": None,
+        "use_sliding_window": False, "layer_types": ["full_attention"] * 3,
+    },
+    "exaone-4-32b": {
+        **_SIZES, "architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4", "bos_token_id": 1,
+        "eos_token_id": 3, "head_dim": 16, "hidden_act": "silu", "pad_token_id": 0, "rms_norm_eps": 1e-5,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "rope_scaling": {
+            "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 64,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 1000000, "sliding_window": 9, "sliding_window_pattern": "LLG", "tie_word_embeddings": False,
+    },
+    "olmo-2-7b": {
+        **_LLAMA, "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 500000, "pad_token_id": 1,
+    },
+    "olmo-3-7b": {
+        **_LLAMA, "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "num_key_value_heads": 4,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "rope_scaling": {
+            "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+            "original_max_position_embeddings": 32, "rope_type": "yarn",
+        },
+        "rms_norm_eps": 1e-6, "rope_theta": 500000, "sliding_window": 9, "pad_token_id": 1,
+    },
 }  # fmt: skip

@@ -25,8 +25,8 @@ def only_outputs(outputs: torch.Tensor) -> LoraRows:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("has_post", [False, True])
-def test_add_norm(has_post: bool, device: str) -> None:
+@pytest.mark.parametrize(("has_post", "has_pre"), [(False, True), (True, True), (True, False)])
+def test_add_norm(has_post: bool, has_pre: bool, device: str) -> None:
     torch.manual_seed(0)
     delta, outputs = torch.randn(1, ROWS, 80, device=device), torch.randn(ROWS, 80, device=device)
     weight = torch.rand(80, device=device)
@@ -35,10 +35,19 @@ def test_add_norm(has_post: bool, device: str) -> None:
     for product, lora in ((delta, only_outputs(outputs)), (delta + outputs, None)):
         residual, out = torch.ones(ROWS, 80, device=device), torch.zeros(ROWS, 80, device=device)
         add_norm(
-            product, residual, out, post_weight=weight if has_post else None, pre_weight=weight, eps=1e-5,
-            weight_plus_one=False, num_rows=there, counters=torch.zeros(ROWS, dtype=torch.int32, device=device),
-            lora=lora, pdl=False,
-        )  # fmt: skip
+            product,
+            residual,
+            out,
+            post_weight=weight if has_post else None,
+            pre_weight=weight if has_pre else None,
+            eps=1e-5,
+            weight_plus_one=False,
+            num_rows=there,
+            counters=torch.zeros(ROWS, dtype=torch.int32, device=device),
+            lora=lora,
+            pdl=False,
+        )
         found.append((residual, out))
+        assert has_pre or torch.equal(out[:ROWS_THERE], residual[:ROWS_THERE])
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want)

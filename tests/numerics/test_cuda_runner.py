@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Co
 
 from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.driver import LIMITS, Driver, Stream, composed_streams, make_runner, mixed_streams
+from tests.numerics.families import FAMILIES
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
@@ -44,7 +45,8 @@ from tests.numerics.reference_tiles import ReferenceTiles
 
 pytestmark = pytest.mark.kernels
 
-ON_DEVICE = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"]
+WITHOUT_KERNELS = ("olmo2", "olmo3", "ministral3")
+ON_DEVICE = [name for name in FAMILIES if name not in WITHOUT_KERNELS]
 TOLERANCE = 1e-3
 
 
@@ -116,7 +118,9 @@ def test_on_the_device(family_of: FamilyOf, name: str, monkeypatch: pytest.Monke
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("name", "marks_free"), [("llama", False), ("gemma3_text", True), ("phi3", True)])
+@pytest.mark.parametrize(
+    ("name", "marks_free"), [("llama", False), ("gemma3_text", True), ("phi3", True), ("exaone4", False)]
+)
 def test_in_the_interpreter(family_of: FamilyOf, name: str, monkeypatch: pytest.MonkeyPatch, marks_free: bool) -> None:
     """marks_free: no kernel leans on zeroes in what it does not own: the unwritten end of a block, or an adapter's."""
     check_family(family_of, name, "cpu", monkeypatch, marks_free=marks_free)

@@ -17,7 +17,7 @@ from tests.numerics.driver import (
     mixed_streams,
     prompts,
 )
-from tests.numerics.families import EACH_FAMILY, WINDOW
+from tests.numerics.families import EACH_FAMILY, MORE_FAMILIES, WINDOW
 
 TOLERANCE = 1e-4
 
@@ -31,6 +31,16 @@ def assert_next_logits(family: Family, streams: list[tuple[Stream, str | None]],
 @pytest.mark.parametrize("product_flops", [NEVER_STACK, ALWAYS_STACK], ids=["segmented", "stacked"])
 @pytest.mark.parametrize("name", EACH_FAMILY)
 def test_mixed_batch_logits(family_of: FamilyOf, name: str, product_flops: float) -> None:
+    check_mixed_batch(family_of, name, product_flops)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", MORE_FAMILIES)
+def test_mixed_batch_logits_of_more(family_of: FamilyOf, name: str) -> None:
+    check_mixed_batch(family_of, name, NEVER_STACK)
+
+
+def check_mixed_batch(family_of: FamilyOf, name: str, product_flops: float) -> None:
     family = family_of(name)
     driver = Driver(make_runner(family.loaded, num_blocks=200, product_flops=product_flops))
     mixed = mixed_streams(family, driver)
@@ -78,6 +88,13 @@ def test_chunked_prefill_equals_whole(family_of: FamilyOf, name: str, chunk_toke
     ("gemma2", {"query_pre_attn_scalar": 16}),
     ("gemma3_text", {"sliding_window": 200}),
     ("phi3", {"sliding_window": None}),
+    ("granite", {"residual_multiplier": 1.0}),
+    ("granite", {"logits_scaling": 1.0}),
+    ("granite", {"embedding_multiplier": 1.0}),
+    ("smollm3", {"no_rope_layers": [1, 1, 1]}),
+    ("exaone4", {"sliding_window": 200}),
+    ("ministral3", {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default",
+                                        "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.0}}),
 ])  # fmt: skip
 def test_the_oracle_feels_windows_caps_and_scales(family_of: FamilyOf, name: str, option: dict[str, object]) -> None:
     """Without the option, transformers answers otherwise: so the tests above can fail."""

@@ -83,3 +83,16 @@ def test_gate(num_tiles: int, parts: int, device: str) -> None:
     there = torch.tensor(ROWS_THERE, dtype=torch.int32, device=device)
     gate(gate_up.to(device), out, activation="silu", num_rows=there, lora=lora, num_slots=2, pdl=False)
     torch.testing.assert_close(out.cpu(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gelu(device: str) -> None:
+    """By the error function, and by tanh, which is not the same."""
+    torch.manual_seed(0)
+    gate_up, there = torch.randn(1, 3, 2 * WIDTH, device=device), torch.tensor(3, dtype=torch.int32, device=device)
+    first, up = gate_up[0].chunk(2, 1)
+    for activation, approximate in (("gelu", "none"), ("gelu_tanh", "tanh")):
+        out = torch.empty(3, WIDTH, device=device)
+        gate(gate_up, out, activation=activation, num_rows=there, lora=None, num_slots=2, pdl=False)
+        expected = torch.nn.functional.gelu(first, approximate=approximate) * up
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)

@@ -26,6 +26,7 @@ from transformers import (
     LlamaForSequenceClassification,
     MambaConfig,
     PretrainedConfig,
+    Qwen3_5TextConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -50,7 +51,7 @@ def test_spec(family_of: FamilyOf, name: str) -> None:
     family = family_of(name)
     spec = family.loaded.spec
     config = FAMILIES[name]()
-    assert spec.model_type == name
+    assert spec.model_type == config.model_type
     assert spec.source_name == spec.name == f"tiny-{name}"
     assert spec.vocab_size == config.vocab_size
     assert spec.eos_token_ids == (2,)
@@ -58,7 +59,7 @@ def test_spec(family_of: FamilyOf, name: str) -> None:
     assert spec.kv.num_kv_heads == 2
     assert spec.max_context_tokens == (128 if name == "phi3" else 256)
     assert len(spec.modules) == 3 * (4 if name == "phi3" else 7)
-    is_fused = name not in ("phi3", "olmo2", "granite")
+    is_fused = name not in ("phi3", "ministral3")
     assert len(family.loaded.sites) == 3 * 4 if is_fused or name == "phi3" else 3 * 7
     assert "lm_head" in spec.head_modules
     assert {s.path for site in family.loaded.sites for s in site.slots} == set(spec.modules)
@@ -141,7 +142,14 @@ def test_models_that_are_no_causal_language_models(tmp_path: Path) -> None:
     ("config", "expected"),
     [
         (GptOssConfig(**TINY, num_key_value_heads=1, head_dim=8, num_local_experts=2, num_experts_per_tok=1), "s_aux"),
-        (MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, state_size=4), ""),
+        (MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, state_size=4), "keeps a state"),
+        (
+            Qwen3_5TextConfig(
+                **TINY, num_key_value_heads=1, head_dim=8, linear_num_key_heads=1, linear_num_value_heads=1,
+                linear_key_head_dim=8, linear_value_head_dim=8,
+            ),
+            "qwen3_5_text: model.layers.0.linear_attn.conv1d keeps a state",
+        ),
         (
             DeepseekV3Config(
                 **TINY, num_key_value_heads=2, moe_intermediate_size=16, n_routed_experts=2, n_group=1, topk_group=1,
@@ -151,7 +159,7 @@ def test_models_that_are_no_causal_language_models(tmp_path: Path) -> None:
             "different head sizes",
         ),
     ],
-    ids=["gpt_oss", "mamba", "deepseek_v3"],
+    ids=["gpt_oss", "mamba", "qwen3_5", "deepseek_v3"],
 )  # fmt: skip
 def test_attention_that_cannot_be_served(tmp_path: Path, config: PretrainedConfig, expected: str) -> None:
     assert expected in refusal(saved(AutoModelForCausalLM.from_config(config), tmp_path / "model"))

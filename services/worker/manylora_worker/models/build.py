@@ -33,10 +33,10 @@ from manylora_worker.models.decoder_weights import DecoderWeights
 from manylora_worker.models.layers.kv_cache import MIB, KvCache
 from manylora_worker.models.layers.lora_linear import LoraCosts, LoraPlanner
 from manylora_worker.models.layers.packed_linear import PackedLinear
-from manylora_worker.models.loader import FUSED_PROJECTIONS, LoadedModel, load_model, model_config
+from manylora_worker.models.loader import LoadedModel, load_model, model_config
 from manylora_worker.models.parts import EngineParts, ModelInfo
 from manylora_worker.models.quantized.fp8 import Fp8Linear
-from manylora_worker.models.ranks.cuts import check_cuts
+from manylora_worker.models.ranks.cuts import SHARED_FAMILIES, check_cuts
 from manylora_worker.models.ranks.followers import Followers, Order
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.models.ranks.shared import SharedBackend, share
@@ -82,7 +82,7 @@ def build_engine(config: WorkerConfig, notify: Callable[[], None] = lambda: None
     if config.tensor_parallel == 1:
         return build_rank(config, None, notify)
     size, devices = config.tensor_parallel, _rank_devices(config)
-    check_cuts(model_config(config.model, config.quantization, config.device), size, frozenset(FUSED_PROJECTIONS))
+    check_cuts(model_config(config.model, config.quantization, config.device), size, SHARED_FAMILIES)
     folder = Path(mkdtemp(prefix="manylora-ranks-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     orders = [
@@ -132,7 +132,9 @@ def build_rank(config: WorkerConfig, group: RankGroup | None, notify: Callable[[
     check_against_eager(loaded, _planner(loaded))
     weights = trusted_weights(loaded)
     is_gpu = loaded.device.type == "cuda"
-    device_runner = _device_runner(loaded, weights, config) if is_gpu and weights is not None else None
+    device_runner = None
+    if is_gpu and weights is not None and weights.has_kernels:
+        device_runner = _device_runner(loaded, weights, config)
     runner = device_runner or _reference_runner(loaded, weights, config)
     base = loaded.adapter_base(config.model_aliases, is_read=weights is not None)
     keyring = _keyring(config)
@@ -218,6 +220,8 @@ def _reference_runner(loaded: LoadedModel, weights: DecoderWeights | None, confi
     """The runner for the CPU, and on a GPU for a model whose layers the device decoder does not know."""
     if weights is None:
         _LOG.warning("%s has parts that our decoders do not know: it runs slowly", loaded.spec.model_type)
+    elif loaded.device.type == "cuda":
+        _LOG.warning("%s has parts that our kernels do not compute: it runs by torch's", loaded.spec.model_type)
     return TorchModelRunner(
         loaded, weights, _build_cache(loaded, config), _planner(loaded), num_host_blocks=_host_blocks(loaded, config)
     )

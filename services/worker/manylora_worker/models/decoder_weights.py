@@ -27,10 +27,11 @@ from manylora_worker.weights.sites import Site
 if TYPE_CHECKING:
     from manylora_worker.models.cuda.kernels.nf4 import Nf4Linear
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh"]
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
+    "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_tanh": "gelu_tanh",
 }
@@ -74,11 +75,11 @@ class DecoderLayer:
     o: Projection
     gate_up: Projection
     down: Projection
-    input_norm: Tensor
+    input_norm: Tensor | None  # None: the residual as it is
     attention_post_norm: Tensor | None  # over the attention's output, before it joins the residual
-    ffn_norm: Tensor
+    ffn_norm: Tensor | None
     ffn_post_norm: Tensor | None
-    q_norm: Tensor | None
+    q_norm: Tensor | None  # [head_dim], or where it norms all heads together [heads * head_dim]
     k_norm: Tensor | None
     attention: AttentionShape
     rope: int  # index into DecoderWeights.ropes
@@ -104,6 +105,40 @@ class DecoderWeights:
         num_rows: int = self.head.out_features
         return num_rows
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the GPU's kernels compute all of it."""
+        return all(each.q_norm is None or len(each.q_norm) == each.attention.head_dim for each in self.layers)
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """That a family has between its parts (Granite). Scaling what joins the residual by r is scaling all of the
+    residual by 1 / r instead, which its norms take out again but for their eps; the last norm can scale the logits.
+    """
+
+    embedding: float
+    residual: float
+    logits: float
+
+    @classmethod
+    def of(cls, config: Any) -> _Factors:
+        names = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+        return cls(*(float(getattr(config, name, 1.0)) for name in names))
+
+    @property
+    def are_none(self) -> bool:
+        return (self.embedding, self.residual, self.logits) == (1.0, 1.0, 1.0)
+
+    def embed(self, embed: Callable[[Tensor], Tensor], token_ids: Tensor) -> Tensor:
+        return embed(token_ids) * (self.embedding / self.residual)
+
+    def can_scale(self, layers: Sequence[DecoderLayer], *, adds_one: bool) -> bool:
+        """Norms of what is not the residual would take the other eps, too."""
+        others = [each for layer in layers for each in (layer.attention_post_norm, layer.ffn_post_norm, layer.q_norm)]
+        bare = [layer for layer in layers if layer.input_norm is None or layer.ffn_norm is None]
+        return self.residual > 0 and self.logits > 0 and not bare and not adds_one and all(x is None for x in others)
+
 
 def read_decoder(loaded: LoadedModel) -> DecoderWeights | None:
     """Copies nothing. None where a part is of an unknown kind: the model then runs as transformers wrote it."""
@@ -118,19 +153,25 @@ def read_decoder(loaded: LoadedModel) -> DecoderWeights | None:
     if norm is None or not hasattr(body, "layers") or not hasattr(body, "rotary_emb"):
         return None
     ropes, rope_of = _rope_tables(loaded, body.rotary_emb, config)
-    layers = [_read_layer(loaded, layer, i, rope_of(i)) for i, layer in enumerate(body.layers)]
-    if any(layer is None for layer in layers):
+    found = [_read_layer(loaded, layer, i, rope_of(i)) for i, layer in enumerate(body.layers)]
+    layers = [layer for layer in found if layer is not None]
+    factors, adds_one, embed = _Factors.of(config), _adds_one(body.norm), body.embed_tokens
+    if len(layers) < len(found):
         return None
+    if not factors.are_none:
+        if not factors.can_scale(layers, adds_one=adds_one):
+            return None
+        embed, norm = partial(factors.embed, embed), norm.float() / factors.logits
     return DecoderWeights(
-        layers=[layer for layer in layers if layer is not None],
-        embed=body.embed_tokens,
+        layers=layers,
+        embed=embed,
         final_norm=norm,
         head=head,
         ropes=ropes,
         scaled=partial(scaled_frequencies, config, device=loaded.device),
         hidden_size=config.hidden_size,
-        eps=config.rms_norm_eps,
-        norm_weight_plus_one=_adds_one(body.norm),
+        eps=config.rms_norm_eps / factors.residual**2,
+        norm_weight_plus_one=adds_one,
         activation=activation,
         logit_softcap=getattr(config, "final_logit_softcapping", None),
         group=loaded.group,
@@ -166,33 +207,28 @@ def _read_layer(loaded: LoadedModel, layer: nn.Module, index: int, rope: int) ->
     o = _projection(attention.o_proj)
     gate_up = _fused_projection(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
     down = _projection(mlp.down_proj)
-    input_norm = _rms_norm(getattr(layer, "input_layernorm", None))
-    after_attention = _rms_norm(getattr(layer, "post_attention_layernorm", None))
-    if qkv is None or o is None or gate_up is None or down is None or input_norm is None or after_attention is None:
+    norms = _layer_norms(layer)
+    if qkv is None or o is None or gate_up is None or down is None or norms is None:
         return None
-    attention_post_norm, ffn_norm, ffn_post_norm = None, after_attention, None
-    if hasattr(layer, "pre_feedforward_layernorm"):
-        pre_norm = _rms_norm(layer.pre_feedforward_layernorm)
-        attention_post_norm, ffn_post_norm = after_attention, _rms_norm(layer.post_feedforward_layernorm)
-        if pre_norm is None or ffn_post_norm is None:
-            return None
-        ffn_norm = pre_norm
     q_norm = _rms_norm(getattr(attention, "q_norm", None))
     k_norm = _rms_norm(getattr(attention, "k_norm", None))
     traits = loaded.attention_traits[index]
     kv = loaded.spec.kv
-    if hasattr(attention, "q_norm") and (q_norm is None or q_norm.shape != (kv.head_dim,)):
-        return None  # a norm over all heads together
+    if hasattr(attention, "q_norm"):
+        wide = (traits.num_heads * kv.head_dim, kv.num_kv_heads * kv.head_dim)
+        shapes = [tuple(each.shape) for each in (q_norm, k_norm) if each is not None]
+        if shapes not in ([(kv.head_dim,)] * 2, [(each,) for each in wide]):
+            return None
     scale = kv.head_dim**-0.5 if traits.scaling is None else traits.scaling
     return DecoderLayer(
         qkv=qkv,
         o=o,
         gate_up=gate_up,
         down=down,
-        input_norm=input_norm,
-        attention_post_norm=attention_post_norm,
-        ffn_norm=ffn_norm,
-        ffn_post_norm=ffn_post_norm,
+        input_norm=norms[0],
+        attention_post_norm=norms[1],
+        ffn_norm=norms[2],
+        ffn_post_norm=norms[3],
         q_norm=q_norm,
         k_norm=k_norm,
         attention=AttentionShape(
@@ -205,6 +241,19 @@ def _read_layer(loaded: LoadedModel, layer: nn.Module, index: int, rope: int) ->
         ),
         rope=rope,
     )
+
+
+def _layer_norms(layer: nn.Module) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] | None:
+    """Before and behind the attention, before and behind the MLP; None: not one of the known ways."""
+    names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    found = [_rms_norm(getattr(layer, name, None)) for name in names]
+    there = [hasattr(layer, name) for name in names]
+    if there != [each is not None for each in found]:
+        return None
+    before, after, before_ffn, after_ffn = found
+    if there == [True, True, False, False]:
+        return before, None, after, None
+    return (before, after, before_ffn, after_ffn) if there in ([True] * 4, [False, True, False, True]) else None
 
 
 def _fused_projection(module: nn.Module, whole: str, members: Sequence[str]) -> Projection | None:
@@ -262,8 +311,8 @@ def _adds_one(norm: nn.Module) -> bool:
 def _rope_tables(
     loaded: LoadedModel, rotary: nn.Module, config: Any
 ) -> tuple[list[tuple[Tensor, Tensor]], Callable[[int], int]]:
-    """One table for all layers or one a layer type, and the index of each layer's. A context may be longer than the
-    model's with an adapter alone, whose own rotation stands in the last angle's place.
+    """One table for all layers or one a layer type, one more where layers do not rotate, and the index of each layer's.
+    A context may be longer than the model's with an adapter alone, whose own rotation stands in the last angle's place.
     """
     positions = torch.arange(loaded.spec.max_context_tokens, device=loaded.device)[None]
     like = torch.empty(1, dtype=torch.float32, device=loaded.device)
@@ -276,10 +325,19 @@ def _rope_tables(
         half = cos.shape[-1] // 2
         return _lengthened(cos[0, :, :half], missing), _lengthened(sin[0, :, :half], missing)
 
-    if types is None:
-        return [table()], lambda layer: 0
-    names = list(types)
-    return [table(name) for name in names], lambda layer: names.index(config.layer_types[layer])
+    names = [] if types is None else list(types)
+    tables = [table(name) for name in names] or [table()]
+    rotates = [traits.rotates for traits in loaded.attention_traits]
+    if not all(rotates):
+        cos, sin = tables[0]
+        tables.append((torch.ones_like(cos), torch.zeros_like(sin)))
+
+    def table_of(layer: int) -> int:
+        if not rotates[layer]:
+            return len(tables) - 1
+        return names.index(config.layer_types[layer]) if names else 0
+
+    return tables, table_of
 
 
 def _lengthened(table: Tensor, rows: int) -> Tensor:

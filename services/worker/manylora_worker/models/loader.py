@@ -46,7 +46,10 @@ from manylora_worker.weights.source import AdapterBase
 # notes what each layer hands over.
 FUSED_PROJECTIONS: Mapping[str, Mapping[str, Sequence[Sequence[str]]]] = {
     family: {"self_attn": (("q_proj", "k_proj", "v_proj"),), "mlp": (("gate_proj", "up_proj"),)}
-    for family in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
+    for family in (
+        *("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
+        *("granite", "smollm3", "exaone4", "olmo2", "olmo3", "seed_oss"),
+    )
 }
 
 _LOG = logging.getLogger(__name__)
@@ -93,6 +96,7 @@ class AttentionTraits:
     scaling: float | None
     sliding_window: int | None
     softcap: float | None
+    rotates: bool  # whether a position changes what is attended to
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,12 @@ class LoadedModel:
             dtype=self.dtype,
             biased=frozenset(self._biased()),
             vectors_problem=self._vectors_problem,
-            rope=base_rope(self.model.config.get_text_config(), spec.longest, is_read=is_read),
+            rope=base_rope(
+                self.model.config.get_text_config(),
+                spec.longest,
+                is_read=is_read,
+                rotates_all=all(traits.rotates for traits in self.attention_traits),
+            ),
         )
 
     @property
@@ -234,6 +243,7 @@ def prepare_model(
     codes: what the checkpoint has in FP8, which fp8 keeps as it is.
     """
     dtype, device = model.dtype, torch.device(model.device)
+    _check_stateless(model)
     modules = modules or linear_modules(model)
     head_modules = _head_modules(model)
     all_modules = {module_path for module_path, _ in model.named_modules() if module_path}
@@ -279,6 +289,16 @@ def prepare_model(
         attention_traits=probe.attention_traits,
         group=group,
     )
+
+
+def _check_stateless(model: PreTrainedModel) -> None:
+    """Raises ModelRefused. State space models and gated delta nets have a convolution over tokens."""
+    path = next((path for path, module in model.named_modules() if isinstance(module, nn.Conv1d)), None)
+    if path is not None:
+        raise ModelRefused(
+            f"{model.config.model_type}: {path} keeps a state beside keys and values, from token to token, "
+            "which is not served (recurrent and hybrid models)"
+        )
 
 
 def model_config(path: str, quantization: Quantization, device: str) -> PretrainedConfig:
@@ -453,9 +473,15 @@ class _Recorder:
         if strange:
             self.problems.append(f"its attention uses {', '.join(strange)}, which is not supported")
         self.layers[layer] = (key.shape[1], key.shape[3], value.shape[3])
-        self.traits[layer] = AttentionTraits(query.shape[1], scaling, sliding_window, softcap)
+        self.traits[layer] = AttentionTraits(query.shape[1], scaling, sliding_window, softcap, _rotates(key))
         _, num_heads, num_rows, _ = query.shape
         return query.new_zeros(1, num_rows, num_heads, value.shape[3])
+
+
+def _rotates(key: Tensor) -> bool:
+    """key: [1, kv_heads, 2, head_dim], of one token at two positions."""
+    here, there = key[0, :, 0].float(), key[0, :, 1].float()
+    return bool((here - there).norm() > 1e-2 * here.norm()) or not here.any()
 
 
 @dataclass(frozen=True)
@@ -471,7 +497,8 @@ def _probe(model: PreTrainedModel) -> _Probe:
     try:
         with torch.inference_mode():
             output = model(
-                input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device),
+                # not 0: an embedding of padding may be zeroes, which no position changes
+                input_ids=torch.full((1, 2), model.config.get_text_config().vocab_size // 2, device=model.device),
                 position_ids=torch.arange(2, device=model.device)[None],
                 use_cache=False,
                 **{STEP_KEYWORD: recorder},

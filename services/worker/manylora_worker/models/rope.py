@@ -17,14 +17,16 @@ _ORIGINAL = "original_max_position_embeddings"
 UNREAD = "the base model runs as transformers wrote it, with its own rotation alone"
 
 
-def base_rope(config: PretrainedConfig, longest_tokens: int, *, is_read: bool) -> BaseRope:
-    """config: of the text part. is_read: whether a decoder of our own runs it."""
+def base_rope(config: PretrainedConfig, longest_tokens: int, *, is_read: bool, rotates_all: bool = True) -> BaseRope:
+    """config: of the text part. is_read: whether a decoder of our own runs it. rotates_all: each layer rotates."""
     own: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     problem = "" if is_read else UNREAD
     if not own:
         problem = "the base model does not rotate positions"
     elif any(isinstance(each, Mapping) for each in own.values()):
         problem = "the base model rotates positions differently by kind of layer"
+    elif not rotates_all and is_read:
+        problem = "some of the base model's layers do not rotate positions"
     original = own.get(_ORIGINAL) or getattr(config, "max_position_embeddings", 0)
     plain = {name: each for name, each in own.items() if isinstance(each, str | bool | int | float)}
     return BaseRope(plain, int(original or 0), longest_tokens, problem)

@@ -293,7 +293,8 @@ class Decoder:
         self, projection: Projection, gate_up: Tensor, gated: Tensor, step: DeviceStep, lora: LoraRows | None
     ) -> None:
         num_slots, activation = len(projection.site.slots), self.weights.activation
-        tiles = None if lora is None or gate_up.shape[0] > 1 else self._tiles_for(lora, gated)
+        tiled = lora is not None and gate_up.shape[0] == 1 and activation != "gelu"
+        tiles = self._tiles_for(lora, gated) if lora is not None and tiled else None
         if tiles is not None and lora is not None:
             tiles.gate(gate_up, gated, activation=activation, lora=lora, num_slots=num_slots, pdl=self._pdl)
             return
@@ -329,7 +330,7 @@ class Decoder:
         residual: Tensor,
         normed: Tensor,
         post: Tensor | None,
-        pre: Tensor,
+        pre: Tensor | None,
         step: DeviceStep,
         lora: LoraRows | None,
     ) -> None:

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.ranks.group import RankGroup
 
+SHARED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"})
 _BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _BY_INPUTS = ("o_proj", "down_proj")
 _COUNTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manylora_worker.models.decoder_weights import (
+    Activation,
     AttentionShape,
     DecoderLayer,
     DecoderWeights,
@@ -28,6 +29,11 @@ from manylora_worker.models.loader import LoadedModel
 _LOG = logging.getLogger(__name__)
 _CHECKED_TOKENS = 8
 _KNOWN_ROPES = 256  # each takes some hundred bytes
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 class _Product:
@@ -90,11 +96,12 @@ class _Layer:
     o: _Product
     gate_up: _Product
     down: _Product
-    input_norm: Tensor
+    input_norm: Tensor | None
     attention_post_norm: Tensor | None
-    ffn_norm: Tensor
+    ffn_norm: Tensor | None
     ffn_post_norm: Tensor | None
     head_norms: Tensor | None  # [query and kv heads, head_dim]: of every head that is rotated
+    wide_norms: tuple[Tensor, Tensor] | None  # over all query heads together, and over all key heads
     qkv_widths: tuple[int, int]  # columns of what is rotated, and of the values
     rotated_heads: tuple[int, int]  # query heads, key heads
     attention: AttentionShape
@@ -117,12 +124,12 @@ class TorchDecoder:
         residual = weights.embed(token_ids)
         ropes = [_rope_rows(*table, positions, residual.dtype, scaled) for table in weights.ropes]
         for i, layer in enumerate(self._layers):
-            normed = self._norm(residual, layer.input_norm)
+            normed = self._normed(residual, layer.input_norm)
             product = layer.o(self._attend(i, layer, layer.qkv(normed), ropes[layer.rope], attention))
             if layer.attention_post_norm is not None:
                 product = self._norm(product, layer.attention_post_norm)
             residual.add_(product)
-            product = layer.down(self._gate(layer.gate_up(self._norm(residual, layer.ffn_norm))))
+            product = layer.down(self._gate(layer.gate_up(self._normed(residual, layer.ffn_norm))))
             if layer.ffn_post_norm is not None:
                 product = self._norm(product, layer.ffn_post_norm)
             residual.add_(product)
@@ -145,6 +152,10 @@ class TorchDecoder:
         shape = layer.attention
         rotated, values = qkv.split_with_sizes(layer.qkv_widths, 1)
         heads = rotated.unflatten(1, (-1, shape.head_dim))
+        if layer.wide_norms is not None:
+            widths = [each.shape[0] for each in layer.wide_norms]
+            parts = zip(rotated.split_with_sizes(widths, 1), layer.wide_norms, strict=True)
+            heads = torch.cat([self._norm(*each) for each in parts], 1).view(heads.shape)
         if layer.head_norms is not None:
             heads = (self._norm(heads, None) * layer.head_norms).to(heads.dtype)
         queries, keys = _rotate(heads, *rope).split_with_sizes(layer.rotated_heads, 1)
@@ -161,8 +172,10 @@ class TorchDecoder:
 
     def _gate(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, 1)
-        activated = F.silu(gate) if self._weights.activation == "silu" else F.gelu(gate, approximate="tanh")
-        return activated.mul_(up)
+        return _ACTIVATIONS[self._weights.activation](gate).mul_(up)
+
+    def _normed(self, residual: Tensor, weight: Tensor | None) -> Tensor:
+        return residual if weight is None else self._norm(residual, weight)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         # RMS over the last dimension, in float32
@@ -171,20 +184,24 @@ class TorchDecoder:
     def _layer(self, layer: DecoderLayer) -> _Layer:
         shape = layer.attention
         rotated_heads = (shape.num_heads, shape.num_kv_heads)
-        head_norms = None
+        head_norms = wide_norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             q_norm, k_norm = self._norm_weight(layer.q_norm), self._norm_weight(layer.k_norm)
+            if len(q_norm) != shape.head_dim:
+                wide_norms = (q_norm, k_norm)
+        if layer.q_norm is not None and layer.k_norm is not None and wide_norms is None:
             head_norms = torch.stack([q_norm] * shape.num_heads + [k_norm] * shape.num_kv_heads)
         return _Layer(
             qkv=_Product(layer.qkv),
             o=_Product(layer.o),
             gate_up=_Product(layer.gate_up),
             down=_Product(layer.down),
-            input_norm=self._norm_weight(layer.input_norm),
+            input_norm=_optional(layer.input_norm, self._norm_weight),
             attention_post_norm=_optional(layer.attention_post_norm, self._norm_weight),
-            ffn_norm=self._norm_weight(layer.ffn_norm),
+            ffn_norm=_optional(layer.ffn_norm, self._norm_weight),
             ffn_post_norm=_optional(layer.ffn_post_norm, self._norm_weight),
             head_norms=head_norms,
+            wide_norms=wide_norms,
             qkv_widths=(sum(rotated_heads) * shape.head_dim, shape.num_kv_heads * shape.head_dim),
             rotated_heads=rotated_heads,
             attention=shape,
@@ -197,7 +214,7 @@ class TorchDecoder:
 
 def trusted_weights(loaded: LoadedModel) -> DecoderWeights | None:
     """None: run the model as it is. The comparison with transformers' pass finds code of a family's own between known
-    parts (Granite's factors).
+    parts.
     """
     weights = read_decoder(loaded)
     if weights is None:

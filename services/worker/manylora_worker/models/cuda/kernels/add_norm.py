@@ -17,8 +17,8 @@ def _add_norm_kernel(
     delta_ptr, residual_ptr, out_ptr, post_weight_ptr, pre_weight_ptr, num_rows_ptr, counters_ptr, outputs_ptr,
     row_adapters_ptr, low_rank_ptr, weights_ptr, sites_ptr, stride_part, stride_low_rank, stride_split, stride_site,
     eps, N: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, HAS_DELTA: tl.constexpr,
-    HAS_POST: tl.constexpr, WEIGHT_PLUS_ONE: tl.constexpr, HAS_OUTPUTS: tl.constexpr, HAS_LORA: tl.constexpr,
-    CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+    HAS_POST: tl.constexpr, HAS_PRE: tl.constexpr, WEIGHT_PLUS_ONE: tl.constexpr, HAS_OUTPUTS: tl.constexpr,
+    HAS_LORA: tl.constexpr, CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     BLOCK_P: tl.constexpr = BLOCK_N // PIECES
@@ -29,9 +29,10 @@ def _add_norm_kernel(
     is_there = row < tl.load(num_rows_ptr)
     all_columns = tl.arange(0, BLOCK_N)
     all_mask = all_columns < N
-    pre_weight = tl.load(pre_weight_ptr + all_columns, mask=all_mask, other=0.0).to(tl.float32)
-    if WEIGHT_PLUS_ONE:
-        pre_weight += 1.0
+    if HAS_PRE:
+        pre_weight = tl.load(pre_weight_ptr + all_columns, mask=all_mask, other=0.0).to(tl.float32)
+        if WEIGHT_PLUS_ONE:
+            pre_weight += 1.0
     if PDL and HAS_LORA:
         tl.extra.cuda.gdc_wait()
     if HAS_DELTA:
@@ -72,8 +73,10 @@ def _add_norm_kernel(
         # The last piece of a row normalizes it. volatile: other programs of this launch wrote it, so not from the L1
         rounded = tl.load(residual_ptr + row_at + all_columns, mask=all_mask, other=0.0, volatile=True).to(tl.float32)
         tl.store(counters_ptr + row, 0)
-    scale = tl.rsqrt(tl.sum(rounded * rounded, 0) / N + eps)
-    tl.store(out_ptr + row_at + all_columns, rounded * scale * pre_weight, mask=all_mask)
+    if HAS_PRE:
+        scale = tl.rsqrt(tl.sum(rounded * rounded, 0) / N + eps)
+        rounded = rounded * scale * pre_weight
+    tl.store(out_ptr + row_at + all_columns, rounded, mask=all_mask)
 
 
 def add_norm(
@@ -82,7 +85,7 @@ def add_norm(
     out: Tensor,
     *,
     post_weight: Tensor | None,
-    pre_weight: Tensor,
+    pre_weight: Tensor | None,
     eps: float,
     weight_plus_one: bool,
     num_rows: Tensor,
@@ -90,7 +93,7 @@ def add_norm(
     lora: LoraRows | None,
     pdl: bool,
 ) -> None:
-    """residual += post_norm(delta + LoRA); out = pre_norm(residual). A post-norm without a weight is left out.
+    """residual += post_norm(delta + LoRA); out = pre_norm(residual). A norm without a weight is left out.
 
     Args:
         delta: [parts, rows, hidden], from gemm.linear.
@@ -110,8 +113,10 @@ def add_norm(
         num_warps = max(1, min(16, block_n // pieces // 256))
     _add_norm_kernel[(rows, pieces)](
         residual if delta is None else delta, residual, out, residual if post_weight is None else post_weight,
-        pre_weight, num_rows, counters, residual if outputs is None else outputs, **expand_arguments(lora, num_rows),
+        residual if pre_weight is None else pre_weight, num_rows, counters, residual if outputs is None else outputs,
+        **expand_arguments(lora, num_rows),
         stride_part=0 if delta is None else delta.stride(0), eps=eps, N=hidden, BLOCK_N=block_n, PIECES=pieces,
         PARTS=1 if delta is None else delta.shape[0], HAS_DELTA=delta is not None, HAS_POST=post_weight is not None,
+        HAS_PRE=pre_weight is not None,
         WEIGHT_PLUS_ONE=weight_plus_one, HAS_OUTPUTS=outputs is not None, PDL=pdl, num_warps=num_warps, launch_pdl=pdl,
     )  # fmt: skip

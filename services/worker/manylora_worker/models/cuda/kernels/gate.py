@@ -29,7 +29,7 @@ def _gate_kernel(
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     HAS_LORA: tl.constexpr,
     BY_TILE: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
@@ -65,7 +65,9 @@ def _gate_kernel(
             gate, up, low_rank_ptr, stride_low_rank, stride_split, weights_ptr, site, 0, UP_SLOT, rows, row_mask,
             columns, columns + UP_COLUMN, column_mask, SLOT_COLUMNS, BLOCK_M, CHUNKS, SPLIT_K, BLOCK_S,
         )  # fmt: skip
-    if GELU:
+    if ACTIVATION == "gelu":
+        activated = 0.5 * gate * (1.0 + tl.erf(0.7071067811865476 * gate))
+    elif ACTIVATION == "gelu_tanh":
         # tanh(z) = 1 - 2 / (exp(2 z) + 1), which is right at both ends of the range
         z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         activated = 0.5 * gate * (2.0 - 2.0 / (tl.exp(2.0 * z) + 1.0))
@@ -110,7 +112,7 @@ def gate(
         PARTS=gate_up.shape[0],
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        GELU=activation == "gelu_tanh",
+        ACTIVATION=activation,
         BY_TILE=by_tile,
         NUM_SLOTS=num_slots,
         PDL=pdl,
