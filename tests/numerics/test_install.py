@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.loader import load_model
+from manylora_worker.models.quantized.install import check_device
 from transformers import GPT2Config, GPT2LMHeadModel
 
 
@@ -16,3 +18,13 @@ def test_layers_of_another_kind(tmp_path: Path) -> None:
     load_model(str(tmp_path / "gpt2"))
     with pytest.raises(ModelRefused, match=r"transformer\.h\.0\.attn\.c_attn: Conv1D"):
         load_model(str(tmp_path / "gpt2"), quantization="fp8")
+
+
+def test_a_gpu_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    check_device(torch.device("cuda"))
+    check_device(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    with pytest.raises(ModelRefused, match=r"A100 has no FP8.*8\.9"):
+        check_device(torch.device("cuda"))

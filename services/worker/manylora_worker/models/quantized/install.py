@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -12,6 +13,8 @@ from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.layers.lora_linear import LoraLinear
 from manylora_worker.models.quantized.fp8 import Fp8Linear, joined, quantize
 from manylora_worker.models.ranks.group import RankGroup
+
+_FIRST_WITH_FP8 = (8, 9)
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ def quantize_to_fp8(model: PreTrainedModel, shipped: ShippedCodes | None, group:
 
     Raises ModelRefused.
     """
+    check_device(model.device)
     for path, module in model.named_modules():
         if not isinstance(module, LoraLinear):
             continue
@@ -40,6 +44,15 @@ def quantize_to_fp8(model: PreTrainedModel, shipped: ShippedCodes | None, group:
         else:
             weight = quantize(linear.weight.data, None if module.reduce is None else group)
         module.base = Fp8Linear(weight, linear.bias)
+
+
+def check_device(device: torch.device) -> None:
+    """Raises ModelRefused for a GPU that cannot read FP8."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FIRST_WITH_FP8:
+        raise ModelRefused(
+            f"--quantization fp8: {torch.cuda.get_device_name(device)} has no FP8: it takes compute capability "
+            f"{'.'.join(map(str, _FIRST_WITH_FP8))} (start with --quantization none or nf4)"
+        )
 
 
 def quantize_to_nf4(model: PreTrainedModel) -> None:
