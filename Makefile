@@ -78,7 +78,7 @@ mutants: $(STAMP) ## planted bugs: the simulation finds every one of them, on al
 
 kernels: $(STAMP) ## the GPU's kernels on the CPU: Triton's in its interpreter, CUDA's as C++ (installs Triton)
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt triton
-	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -m "kernels and not gpu and not slow" tests/numerics
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n logical --dist worksteal -m "kernels and not gpu and not slow" tests/numerics
 
 fuzz: $(STAMP) ## every parser of bytes from outside, by coverage, for so long together: make fuzz FUZZ_SECONDS=600 FUZZ="policy http"
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt atheris
