@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from manylora_router.metrics import RouterMetrics
 from manylora_shared.ledger.compute import Served
-from manylora_shared.ledger.prices import NO_PRICES
+from manylora_shared.ledger.prices import NO_PRICES, PriceList
 from manylora_shared.ledger.row import UsageRow
 from manylora_shared.ledger.usage import Query, Sum, summed
 from manylora_shared.ledger_sinks.base import Page
@@ -19,6 +19,7 @@ class MemoryLedger:
         self.opened_rows: dict[str, tuple[UsageRow, Callable[[], tuple[int, ...]]]] = {}
         """Those of routers that are gone stay."""
         self.has_room = True
+        self.prices = NO_PRICES
         self.now_unix_s = now_unix_s
 
     def opened(self, router_id: str, served: Callable[[str], Served]) -> RouterLedger:
@@ -26,13 +27,15 @@ class MemoryLedger:
 
 
 class RouterLedger:
-    prices = NO_PRICES
-
     def __init__(self, whole: MemoryLedger, router_id: str, served: Callable[[str], Served]) -> None:
         self.router_id = router_id
         self.served = served
         self.now_unix_s = whole.now_unix_s
         self._whole = whole
+
+    @property
+    def prices(self) -> PriceList:
+        return self._whole.prices
 
     def check_room(self) -> None:
         return

@@ -42,7 +42,8 @@ def quotas(draw: st.DrawFn) -> TenantQuotas:
     for _ in ("requests", "resumes"):
         per_s = draw(st.none() | rates)
         limits += [per_s, draw(st.none() | rates) if per_s is not None else None]
-    return TenantQuotas(*limits[:2], draw(st.none() | rates), draw(st.none() | rates), *limits[2:], *kv)
+    concurrency, queued, spend = [draw(st.none() | rates) for _ in range(3)]
+    return TenantQuotas(*limits[:2], concurrency, queued, *limits[2:], spend, *kv)
 
 
 parts = st.integers(0, 1_000_000).map(lambda millionths: millionths / 1_000_000)
@@ -235,6 +236,7 @@ quotas:
   max_queued: 7
   resumes_per_s: 12
   resumes_burst: 13
+  monthly_spend: 500
   max_prompt_tokens: 8
   max_output_tokens: 9
   kv_hbm_mb: 10
@@ -259,7 +261,7 @@ def test_everything_that_the_grammar_has() -> None:
             QosClass.BATCH: ClassPolicy(1),
         },
         TenantLimits(8, 9),
-        TenantQuotas(5, 10, 6, 7, 12, 13, 10, 11, 3),
+        TenantQuotas(5, 10, 6, 7, 12, 13, 500, 10, 11, 3),
         (AdapterName("one"), AdapterName("two")),
         TenantSecurity(can_stream=False),
         share_copies=True,

@@ -69,6 +69,7 @@ from manylora_router.history.samples import STEP_S
 from manylora_router.keeping.encryption import EncryptionDesk
 from manylora_router.keeping.retention import RetentionDesk
 from manylora_router.keeping.texts import TextKeeper
+from manylora_router.ledger.budgets import Budgets
 from manylora_router.ledger.rows import UsageLedger
 from manylora_router.links.acts import Acts
 from manylora_router.links.answer_owners import AnswerOwners
@@ -146,6 +147,7 @@ class RouterApp:
         )
         self._keeper = self._text_keeper() if keyring is not None else None
         self.ledger = open_ledger(self.router_id, self._served) if open_ledger is not None else None
+        self.budgets = Budgets(self.ledger, self.directory.capped)
         self.calls = self._running_calls(telemetry)
         self.intake = self._front_intake()
         self.bounds = Bounds()
@@ -206,6 +208,7 @@ class RouterApp:
             scheduler=self.scheduler,
             texts=self._texts,
             calls=self.calls,
+            budgets=self.budgets,
             rng=self._rng,
             default_max_tokens=self.config.default_max_tokens,
         )
@@ -373,6 +376,7 @@ class RouterApp:
         if self.ledger is not None:
             self.ledger.start()
             self._tasks.append(asyncio.create_task(self.ledger.keep_notes(), name="ledger"))
+            self._tasks.append(asyncio.create_task(self.budgets.run(), name="budgets"))
         if self.calls.metrics.has_readers:
             self._tasks.append(asyncio.create_task(self._tell_metrics(), name="metrics"))
         self._lease.start()

@@ -40,6 +40,7 @@ MAX_COMPOSITIONS = 64
 MAX_POOLS = 16
 MAX_TTFT_MS = 3_600_000
 MIN_AVAILABILITY = 0.5
+MAX_SPEND = 1_000_000_000
 MAX_RETENTION_DAYS = 36_500
 MAX_DOCUMENT_BYTES = 16 * 1024
 _MAX_DEPTH = 8  # more than the grammar has
@@ -64,6 +65,7 @@ _QUOTAS = {
     "max_queued": (1, MAX_RATE),
     "resumes_per_s": (1, MAX_RATE),
     "resumes_burst": (1, MAX_RATE),
+    "monthly_spend": (1, MAX_SPEND),
     "kv_hbm_mb": (1, MAX_KV_MB),
     "kv_hbm_mb_hard": (1, MAX_KV_MB),
     "kv_hbm_mb_reserve": (1, MAX_KV_MB),
@@ -119,6 +121,7 @@ class TenantQuotas:
     # answers that other workers go on with when theirs is lost, on each router; None: that router's default
     resumes_per_s: int | None = None
     resumes_burst: int | None = None  # None: as many as resumes_per_s
+    monthly_spend: int | None = None  # in the currency of the routers' price list
     kv_hbm_mb: int | None = None
     kv_hbm_mb_hard: int | None = None
     kv_hbm_mb_reserve: int | None = None

@@ -136,6 +136,10 @@ class AdminServicer:
         if (problem := await self._pins_problem(policy)) is not None:
             line = line_of(request.policy_yaml, "adapters.pin")
             raise InvalidRequest.of("adapters.pin", f"line {line}: {problem}")
+        if policy.quotas.monthly_spend is not None and not self._usage.has_prices:
+            line = line_of(request.policy_yaml, "quotas.monthly_spend")
+            problem = "cannot act: this cluster's routers have no price list (--prices)"
+            raise InvalidRequest.of("quotas.monthly_spend", f"line {line}: {problem}")
         key, value = keys.tenant(policy.tenant_id), policy.to_yaml().encode()
         for _ in range(_MAX_CONFLICTS):
             stored = await self._store.get(key)

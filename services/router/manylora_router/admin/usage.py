@@ -25,6 +25,10 @@ class UsageDesk:
         self._ledger = ledger
 
     @property
+    def has_prices(self) -> bool:
+        return self._ledger is not None and bool(self._ledger.prices.versions)
+
+    @property
     def handlers(self) -> dict[str, Callable[..., Any]]:
         return {"GetUsage": self.get_usage}
 

@@ -46,6 +46,7 @@ from manylora_router.guard.admission import (
 from manylora_router.guard.permits import Permit
 from manylora_router.guard.pools import ModelNames, choose, names_of
 from manylora_router.guard.resume_tokens import Begun
+from manylora_router.ledger.budgets import Budgets
 from manylora_router.links.callers import Callers
 from manylora_router.links.directory import Directory, Model
 from manylora_router.links.scheduler_client import SchedulerClient
@@ -83,6 +84,7 @@ class Intake:
         scheduler: SchedulerClient,
         texts: Texts,
         calls: Calls,
+        budgets: Budgets,
         rng: random.Random,
         default_max_tokens: int,
     ) -> None:
@@ -91,6 +93,7 @@ class Intake:
         self._scheduler = scheduler
         self._texts = texts
         self._calls = calls
+        self._budgets = budgets
         self._guard = calls.guard
         self._rng = rng
         self._default_max_tokens = default_max_tokens
@@ -206,6 +209,7 @@ class Intake:
         call.goes_to(pool)
         taken, asked_pool = NOTHING, pool
         if begun is None:
+            self._budgets.check(policy)
             self._check_overload(policy.tenant_id, request, call.request_id, pool)
             taken, pool = self._degrade(policy, request, call.request_id, pool, adapter)
             call.goes_to(pool)

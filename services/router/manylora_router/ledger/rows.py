@@ -39,7 +39,8 @@ class Rows(Protocol):
 class UsageLedger(Rows, Protocol):
     """`start` it before the first row, `stop` it behind the last."""
 
-    prices: PriceList
+    @property
+    def prices(self) -> PriceList: ...
 
     def start(self) -> None: ...
 

@@ -171,6 +171,18 @@ class Directory:
             self._policies[tenant_id] = cached = (entry.in_force, policy)
         return cached[1]
 
+    def capped(self) -> list[TenantId]:
+        """Whose policies bound what they spend."""
+        found = []
+        for name, entry in self._tenants.values.items():
+            if b"monthly_spend" not in entry.in_force:
+                continue
+            with suppress(InternalError):  # it is told to whoever asks for this tenant
+                policy = self.policy_of(TenantId(name))
+                if policy is not None and policy.quotas.monthly_spend is not None:
+                    found.append(policy.tenant_id)
+        return found
+
     def pools_of(self, tenant_id: TenantId) -> tuple[str, ...]:
         """That it may use; of a tenant that is not known, or whose policy cannot be read, those of a new one."""
         try:

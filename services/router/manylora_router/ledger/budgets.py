@@ -1,0 +1,68 @@
+"""What tenants may spend in a month (`quotas.monthly_spend`), and what the ledger says that they have spent.
+
+Owns the sums of the running month, of tenants with a cap. They are read again every LOOK_S, and what runs goes on to
+its end: a tenant may spend more than its cap by what it used since the last look and by what it has running then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from manylora_shared.errors import QuotaBreach, QuotaExceeded, ServiceUnavailable
+from manylora_shared.ids import TenantId
+from manylora_shared.ledger.row import NANOS
+from manylora_shared.ledger.usage import Query, month_of
+from manylora_shared.tenancy.policy import TenantPolicy
+
+from manylora_router.ledger.rows import UsageLedger
+
+_LOG = logging.getLogger(__name__)
+LOOK_S = 10.0
+
+
+class Budgets:
+    """ledger: None: this router keeps none. capped: the tenants whose policies have a cap."""
+
+    def __init__(self, ledger: UsageLedger | None, capped: Callable[[], Iterable[TenantId]]) -> None:
+        self._ledger = ledger
+        self._capped = capped
+        self._begin = 0.0  # of the month that `_spent` is of
+        self._spent: dict[TenantId, int] = {}  # in billionths of the currency
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_S)
+
+    async def look(self) -> None:
+        """While the ledger cannot be read, the sums of before hold."""
+        tenants = list(self._capped())
+        if self._ledger is None or not tenants:
+            self._spent = {}
+            return
+        begin, end = month_of(self._ledger.now_unix_s())
+        found: dict[TenantId, int] = {}
+        for tenant in tenants:
+            try:
+                sums = await self._ledger.sums(Query(tenant, begin, end), ())
+            except ServiceUnavailable as e:
+                _LOG.warning("what tenants spend cannot be read: %s", e.message)
+                return
+            found[tenant] = sum(each.totals["price_nanos"] for each in sums)
+        self._begin, self._spent = begin, found
+
+    def check(self, policy: TenantPolicy) -> None:
+        """Raises QuotaExceeded where the month's cap is spent."""
+        cap = policy.quotas.monthly_spend
+        spent = self._spent.get(policy.tenant_id)
+        if cap is None or spent is None or self._ledger is None or spent < cap * NANOS:
+            return
+        now = self._ledger.now_unix_s()
+        begin, end = month_of(now)
+        if begin == self._begin:
+            told = f"{spent / NANOS:.2f} of {cap} {self._ledger.prices.currency} are spent until the month (UTC) ends"
+            breach = QuotaBreach("quotas.monthly_spend", policy.tenant_id, cap, told)
+            raise QuotaExceeded(f"quotas.monthly_spend: {told}", retry_after_s=end - now, breaches=[breach])
