@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import os
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -53,7 +54,7 @@ async def etcdctl(etcd: EtcdProcess, folder: Path, *arguments: str) -> None:
         *arguments,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env={"ETCDCTL_API": "3", "PATH": "/usr/bin:/bin"},
+        env={"ETCDCTL_API": "3", "PATH": os.environ["PATH"]},
     )
     output, errors = await process.communicate()
     assert process.returncode == 0, output + errors
