@@ -119,7 +119,13 @@ def test_on_the_device(family_of: FamilyOf, name: str, monkeypatch: pytest.Monke
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("name", "marks_free"), [("llama", False), ("gemma3_text", True), ("phi3", True), ("exaone4", False)]
+    ("name", "marks_free"),
+    [
+        ("llama", False),
+        ("gemma3_text", True),
+        ("phi3", True),
+        pytest.param("exaone4", False, marks=pytest.mark.slow),
+    ],
 )
 def test_in_the_interpreter(family_of: FamilyOf, name: str, monkeypatch: pytest.MonkeyPatch, marks_free: bool) -> None:
     """marks_free: no kernel leans on zeroes in what it does not own: the unwritten end of a block, or an adapter's."""
