@@ -49,6 +49,7 @@ from manylora_worker.memory.swapping import Swapper
 from manylora_worker.memory.tenant_shares import TenantShares
 from manylora_worker.planning.parking import Parking
 from manylora_worker.serving.control import ControlSession
+from manylora_worker.serving.servicer import WorkerServicer
 
 Make = Callable[[Any], Any]
 
@@ -832,7 +833,23 @@ def _copies_of_all(original: Any) -> Any:
     return copy_of
 
 
-# ---- readers
+# ---- leaders that are over, and readers
+
+
+@mutant(
+    "fencing",
+    "grant-of-an-old-leader-runs",
+    WorkerServicer,
+    "execute",
+    "a worker refuses grants of a leader that is over",
+    first=(2193,),
+)
+def _unfenced(original: Any) -> Any:
+    def execute(self: Any, message: Any, call: Any) -> Any:
+        message.epoch = max(message.epoch, self._epoch)
+        return original(self, message, call)
+
+    return execute
 
 
 @mutant("readers", "reader-stays-paused", EngineView, "_resume", "who reads again goes on", first=(6,))
