@@ -92,7 +92,8 @@ def test_answers_are_those_without(
     assert guessed == plain
     stats = core.stats()
     assert stats.guessed_tokens > stats.right_guesses > 100
-    assert stats.steps < without.stats().steps * 0.75
+    # On a GPU steps go ahead of a draw that no guess waits for.
+    assert stats.steps < without.stats().steps * (0.6 if device == "cpu" else 0.75)
     for request in asked:
         if request.sampling.is_greedy:
             adapter = next(name for name, uid in uids.items() if uid == request.adapter_uid)

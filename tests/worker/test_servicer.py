@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from manylora_shared.transport.base import methods_of
 from manylora_shared.transport.grpc_transport import GrpcTransport
 from manylora_sim import loop as simulation
 from manylora_sim.fake_runner import FakeValidator, reference_tokens
+from manylora_sim.network import MemoryNetwork
 from manylora_worker.hosting import view as engine_view
 from manylora_worker.hosting.output_stream import PAUSE_UNREAD_TOKENS
 from manylora_worker.kinds.api import AdapterTier
@@ -357,14 +359,15 @@ async def test_where_a_requests_adapter_was_is_told_as_it_begins() -> None:
 
 def test_that_a_request_has_begun_is_told_with_its_first_token_or_before_long() -> None:
     async def main() -> None:
-        async with running_worker(step_s=0.005) as worker:
+        network = MemoryNetwork(random.Random(1), min_delay_s=0.0, max_delay_s=0.0)
+        async with running_worker(step_s=0.005, transport=network.transport("worker")) as worker:
             soon, late = worker.execute(message("soon")), worker.execute(message("late", prompt_token_ids=[1] * 4000))
             now = asyncio.get_running_loop().time
             began = now()
             assert (await soon.read()).HasField("started")
             told = now()
             assert (await soon.read()).HasField("tokens")
-            assert now() - told < 0.004, "they leave together"  # less than a step; messages travel for up to 2 ms
+            assert now() - told < 0.001, "they leave together"
             assert (await late.read()).HasField("started")
             assert 0.02 <= now() - began < 0.03, "its prompt takes more steps than that"
 

@@ -1,13 +1,14 @@
 """What tenants may spend in a month (`quotas.monthly_spend`), and what the ledger says that they have spent.
 
-Owns the sums of the running month, of tenants with a cap. They are read again every LOOK_S, and what runs goes on to
-its end: a tenant may spend more than its cap by what it used since the last look and by what it has running then.
+Owns the sums of the running month. What ended of late is read again every LOOK_S, and what runs goes on to its end:
+a tenant may spend more than its cap by what it used since the last look and by what it has running then.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from manylora_shared.errors import QuotaBreach, QuotaExceeded, ServiceUnavailable
@@ -20,6 +21,8 @@ from manylora_router.ledger.rows import UsageLedger
 
 _LOG = logging.getLogger(__name__)
 LOOK_S = 10.0
+_WHOLE_S = 600.0  # between two readings of the whole month: rows of routers that come back late are found then
+_LATE_S = 30.0  # other routers' rows are in the ledger by then
 
 
 class Budgets:
@@ -29,7 +32,9 @@ class Budgets:
         self._ledger = ledger
         self._capped = capped
         self._begin = 0.0  # of the month that `_spent` is of
-        self._spent: dict[TenantId, int] = {}  # in billionths of the currency
+        self._spent: Counter[str] = Counter()  # by tenant, in billionths of the currency
+        self._settled: Counter[str] = Counter()  # of that, what ended before `_until`
+        self._until = 0.0
 
     async def run(self) -> None:
         """For ever."""
@@ -39,26 +44,30 @@ class Budgets:
 
     async def look(self) -> None:
         """While the ledger cannot be read, the sums of before hold."""
-        tenants = list(self._capped())
-        if self._ledger is None or not tenants:
-            self._spent = {}
+        if self._ledger is None or not any(self._capped()):
             return
-        begin, end = month_of(self._ledger.now_unix_s())
-        found: dict[TenantId, int] = {}
-        for tenant in tenants:
-            try:
-                sums = await self._ledger.sums(Query(tenant, begin, end), ())
-            except ServiceUnavailable as e:
-                _LOG.warning("what tenants spend cannot be read: %s", e.message)
-                return
-            found[tenant] = sum(each.totals["price_nanos"] for each in sums)
-        self._begin, self._spent = begin, found
+        now = self._ledger.now_unix_s()
+        begin, end = month_of(now)
+        settled, until = self._settled, self._until
+        try:
+            if begin != self._begin or now - until >= _WHOLE_S:
+                until = max(begin, now - _LATE_S)
+                settled = await self._sums(self._ledger, begin, until)
+            spent = settled + await self._sums(self._ledger, until, end)
+        except ServiceUnavailable as e:
+            _LOG.warning("what tenants spend cannot be read: %s", e.message)
+            return
+        self._begin, self._until, self._settled, self._spent = begin, until, settled, spent
+
+    async def _sums(self, ledger: UsageLedger, since: float, until: float) -> Counter[str]:
+        sums = await ledger.sums(Query("", since, until), ("tenant",))
+        return Counter({each.group["tenant"]: each.totals["price_nanos"] for each in sums})
 
     def check(self, policy: TenantPolicy) -> None:
         """Raises QuotaExceeded where the month's cap is spent."""
         cap = policy.quotas.monthly_spend
-        spent = self._spent.get(policy.tenant_id)
-        if cap is None or spent is None or self._ledger is None or spent < cap * NANOS:
+        spent = self._spent[policy.tenant_id]
+        if cap is None or self._ledger is None or spent < cap * NANOS:
             return
         now = self._ledger.now_unix_s()
         begin, end = month_of(now)
