@@ -22,7 +22,7 @@ from tests.e2e.conftest import UpCluster
 pytestmark = pytest.mark.e2e
 
 GENERATE = methods_of(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"])["Generate"]
-STREAMS = 32
+STREAMS = 64
 ADAPTERS = ("upper", "", "upper:0.5+reverse:0.5", "")
 TOKENS = 240
 END_S = 120.0
