@@ -99,10 +99,11 @@ OWN_EXTRAS = {
     "services/worker/manylora_worker/models/cuda/kernels": "cuda",
     "shared/manylora/load": "load",
     "shared/manylora_shared/encryption/aws_kms.py": "aws",
+    "shared/manylora_shared/ledger_sinks/postgres.py": "postgresql",
     "shared/manylora_shared/parquet": "parquet",
 }
 """What the package around them does without: Triton on a worker without a GPU, an HTTP client beside the command,
-AWS's client, Parquet beside the ledger."""
+AWS's client, what sinks of the ledger need."""
 
 
 @pytest.mark.parametrize(

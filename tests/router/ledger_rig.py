@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from manylora_shared.ledger.frames import NoSeal, frame
 from manylora_shared.ledger.records import end_record, note_record, open_record
 from manylora_shared.ledger.row import LOST, UsageRow
 from manylora_shared.ledger.usage import Query, Sum, summed
-from manylora_shared.ledger_sinks.base import Page, SinkDown
+from manylora_shared.ledger_sinks.base import MAX_PAGE, Page, Sink, SinkDown
 
 SEGMENT = 1 << 15
 
@@ -49,6 +49,31 @@ class MemorySink:
 
     def close(self) -> None:
         return
+
+
+class Kept(MemorySink):
+    """What a real sink is given; `between`: called now and then before it is."""
+
+    def __init__(self, sink: Sink, between: Callable[[], None]) -> None:
+        super().__init__()
+        self.sink = sink
+        self._between = between
+
+    def put(self, rows: Sequence[UsageRow]) -> None:
+        self._fail()
+        if self.rng is not None and self.rng.random() < 0.05:
+            self._between()
+        self.puts += len(rows)
+        self.sink.put(rows)
+        self._fail()
+
+    def all_rows(self) -> list[UsageRow]:
+        found: list[UsageRow] = []
+        page = self.sink.page(Query(), "", MAX_PAGE)
+        while page.rows:
+            found += page.rows
+            page = self.sink.page(Query(), page.after, MAX_PAGE) if page.after else Page([], "")
+        return found
 
 
 @dataclass
@@ -90,10 +115,10 @@ class Router:
 class Rig:
     root: Path
     seed: int
+    sink: MemorySink = field(default_factory=MemorySink)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
-        self.sink = MemorySink()
         self.wanted: dict[str, UsageRow] = {}
         self.requests = self.deaths = self.routers_made = 0
         self.routers = [self._router(), self._router()]

@@ -2,17 +2,24 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ledger_rig import SEGMENT, MemorySink, Rig, Router
+from ledger_rig import SEGMENT, Kept, MemorySink, Rig, Router
 from manylora_router.ledger.log import Lock, segment_path, segments_of
 from manylora_router.ledger.shipping import Shipper
 from manylora_shared.ledger.frames import NoSeal, frame
 from manylora_shared.ledger.records import VERSION, end_record, open_record
 from manylora_shared.ledger.row import LOST, UsageRow
-from manylora_shared.ledger_sinks.base import SinkDown
+from manylora_shared.ledger.usage import Query, summed
+from manylora_shared.ledger_sinks.base import Sink, SinkDown
+from manylora_shared.ledger_sinks.postgres import PostgresSink
+from manylora_shared.ledger_sinks.sqlite import SqliteSink
+from manylora_shared.parquet.usage_files import ParquetSink
+
+from tests.postgres_server import PostgresServer
 
 REQUESTS = 100_000  # over all seeds
 SEEDS = 8
@@ -33,6 +40,52 @@ def test_each_request_is_there_once_whatever_dies_where(seed: int, tmp_path: Pat
     assert rig.sink.puts > len(found), "nothing was sent twice: it proves little"
     assert sum(row.outcome == LOST for row in rig.sink.rows.values()) > 100
     assert [folder.name for folder in tmp_path.iterdir()] == [f"router-{rig.routers_made}"], "a log was left"
+
+
+@pytest.fixture
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresServer]:
+    server = PostgresServer(tmp_path_factory.mktemp("postgres"))
+    server.start()
+    yield server
+    server.kill()
+
+
+def _check_each_once(root: Path, sink: Sink, between: Callable[[], None] = lambda: None) -> None:
+    kept = Kept(sink, between)
+    rig = Rig(root, 1, kept)
+    rig.run(600)
+    rows = kept.all_rows()
+    found = {row.request_id: _facts(row) for row in rows}
+    assert found == {request_id: _facts(row) for request_id, row in rig.wanted.items()}
+    assert len(rows) == len(found) == 600
+    assert kept.puts > 600, "nothing was sent twice: it proves little"
+    assert sink.sums(Query(), ("tenant",)) == summed(rig.wanted.values(), ("tenant",))
+    sink.close()
+
+
+def test_sqlite_has_each_row_once(tmp_path: Path) -> None:
+    _check_each_once(tmp_path / "logs", SqliteSink(tmp_path / "usage.sqlite"))
+
+
+def test_parquet_files_have_each_row_once(tmp_path: Path) -> None:
+    _check_each_once(tmp_path / "logs", ParquetSink(tmp_path / "usage"))
+
+
+def test_postgresql_that_is_killed_has_each_row_once(tmp_path: Path, postgres: PostgresServer) -> None:
+    kills = []
+
+    def kill() -> None:
+        if len(kills) < 3:
+            kills.append(1)
+            postgres.kill()
+            try:
+                sink.put([_row(0)])
+            finally:
+                postgres.start()
+
+    sink = PostgresSink(lambda: postgres.dsn)
+    _check_each_once(tmp_path / "logs", sink, kill)
+    assert kills
 
 
 def _row(number: int) -> UsageRow:

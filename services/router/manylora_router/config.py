@@ -53,8 +53,14 @@ class RouterConfig(SealingSettings):
     audit_key_file: str = setting(
         "", "file with the key that signs the audit log, made where there is none; empty: audit.key beside the folder"
     )
-    ledger: str = setting("", "where usage is kept: sqlite:FILE, of the routers of one machine; empty: nowhere")
-    ledger_log: str = setting("", "folder of the ledger's log on this machine; empty: `ledger-log` beside the file")
+    ledger: str = setting(
+        "",
+        "where usage is kept: sqlite:FILE, of the routers of one machine; parquet:FOLDER, which routers share; "
+        "postgresql:env:NAME, :file:PATH or :vault:PATH#FIELD, where the connection string is; empty: nowhere",
+    )
+    ledger_log: str = setting(
+        "", "folder of the ledger's log on this machine; empty: `ledger-log` beside the file or folder"
+    )
     ledger_max_mb: int = setting(1024, "most that the log may take while rows cannot be kept, in MiB", at_least=32)
     ledger_when_full: Literal["refuse", "count"] = setting(
         "refuse", "requests for whose rows there is no room: refuse them, or serve them and count the lost rows"

@@ -98,7 +98,7 @@ class ClusterOptions:
     adapter_store_access: str = ""
     adapter_sources: str = ""
     encryption: str = ""  # as --encryption of the services, or `local`: a file in `data`; empty: nothing is sealed
-    ledger: str = ""  # sqlite:FILE; empty: a file in `data`; none: usage is not kept
+    ledger: str = ""  # as --ledger of the router; empty: a file in `data`; none: usage is not kept
     prices: str = ""
     drain_s: float | None = None
     threads: int | None = None  # torch's, a worker; None: three quarters of the cores, shared out
@@ -419,6 +419,7 @@ class LocalCluster:
             "audit-log": str(self._data / "audit"),
             "audit-key-file": str(self._data / "audit.key"),
             "ledger": self._ledger(),
+            "ledger-log": str(self._data / "ledger-log") if self.options.ledger.startswith("postgres") else "",
             "prices": self.options.prices,
         }
         flags = [f"--{name}={value}" for name, value in settings.items() if value] + self._encryption_flags()

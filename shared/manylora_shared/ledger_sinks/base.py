@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from manylora_shared.errors import ServiceUnavailable
+from manylora_shared.errors import InvalidRequest, ServiceUnavailable
 from manylora_shared.ledger.row import UsageRow
 from manylora_shared.ledger.usage import Query, Sum
 
@@ -35,3 +35,16 @@ class Sink(Protocol):
     def sums(self, query: Query, by: Sequence[str]) -> list[Sum]: ...
 
     def close(self) -> None: ...
+
+
+def page_end(last: UsageRow) -> str:
+    return f"{last.ended_unix_s!r} {last.request_id}"
+
+
+def read_page_end(after: str) -> tuple[float, str]:
+    """Raises InvalidRequest."""
+    at, _, request_id = after.partition(" ")
+    try:
+        return float(at), request_id
+    except ValueError:
+        raise InvalidRequest.of("after", f"{after[:40]!r} is no page's end") from None

@@ -6,19 +6,53 @@ from pathlib import Path
 
 from manylora_shared.ledger_sinks.base import Sink
 from manylora_shared.ledger_sinks.sqlite import SqliteSink
+from manylora_shared.stores.access import secret_of
 
-_SQLITE = "sqlite:"
+FORMS = "sqlite:FILE, parquet:FOLDER or postgresql:REFERENCE"
+_BESIDE = ("sqlite", "parquet")  # sinks that lie on this machine, where the log may lie beside them
 
 
 def open_sink(place: str) -> Sink:
-    """Raises ValueError."""
-    if place.startswith(_SQLITE) and len(place) > len(_SQLITE):
-        return SqliteSink(Path(place.removeprefix(_SQLITE)))
-    raise ValueError(f"--ledger: {place!r} is not sqlite:FILE")
+    """Raises ValueError, OSError."""
+    kind, _, where = place.partition(":")
+    match kind if where else "":
+        case "sqlite":
+            return SqliteSink(Path(where))
+        case "parquet":
+            return _parquet(Path(where))
+        case "postgresql" | "postgres":
+            return _postgres(where)
+    raise ValueError(f"--ledger: {_shown(place)!r} is not {FORMS}")
 
 
 def log_folder(place: str) -> Path | None:
     """Where the routers' logs lie beside the sink; None: it is not on this machine."""
-    if place.startswith(_SQLITE):
-        return Path(place.removeprefix(_SQLITE)).absolute().parent / "ledger-log"
-    return None
+    kind, _, where = place.partition(":")
+    return Path(where).absolute().parent / "ledger-log" if kind in _BESIDE else None
+
+
+def _parquet(folder: Path) -> Sink:
+    try:
+        from manylora_shared.parquet.usage_files import ParquetSink
+    except ImportError:
+        raise ValueError("--ledger parquet: needs pyarrow: pip install 'manylora[parquet]'") from None
+    return ParquetSink(folder)
+
+
+def _postgres(reference: str) -> Sink:
+    if reference.startswith("//"):
+        message = "a connection string has a password, which is never on a command line"
+        raise ValueError(
+            f"--ledger: {message}: give postgresql:env:NAME, postgresql:file:PATH or postgresql:vault:PATH#FIELD"
+        )
+    try:
+        from manylora_shared.ledger_sinks.postgres import PostgresSink, checked
+    except ImportError:
+        raise ValueError("--ledger postgresql: needs psycopg: pip install 'manylora[postgresql]'") from None
+    checked(secret_of(reference, "--ledger"))
+    return PostgresSink(lambda: secret_of(reference, "--ledger"))
+
+
+def _shown(place: str) -> str:
+    """Without what may be a secret."""
+    return place.partition("://")[0] if "://" in place else place

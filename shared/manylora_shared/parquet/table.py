@@ -1,4 +1,4 @@
-"""Rows and sums of the usage ledger as Parquet's bytes, and back. The one place that needs pyarrow."""
+"""Rows and sums of the usage ledger as Parquet's bytes, and back."""
 
 from __future__ import annotations
 

@@ -119,7 +119,12 @@ Encryption = Annotated[
     ),
 ]
 Ledger = Annotated[
-    str, typer.Option(metavar="PLACE", help="Where usage is kept: sqlite:FILE; none; default: usage.sqlite in --data.")
+    str,
+    typer.Option(
+        metavar="PLACE",
+        help="Where usage is kept: sqlite:FILE, parquet:FOLDER, postgresql:env:NAME (or file:PATH, vault:PATH#FIELD); "
+        "none; default: usage.sqlite in --data.",
+    ),
 ]
 Prices = Annotated[str, typer.Option(metavar="FILE", help="YAML file of the price list; default: rows have no price.")]
 DrainS = Annotated[
