@@ -23,6 +23,7 @@ from manylora_worker.kinds.api import (
     AdapterEvent,
     AdapterTier,
     Logprobs,
+    MergeRefused,
     Sampled,
     Sampling,
     SequenceChunk,
@@ -39,6 +40,7 @@ _CELL_BYTES = _CELL.size
 _HEAD = struct.Struct("<QII8s")
 _TABLES_BOUND = 1024
 _NOTHING_HASHED = hashlib.blake2b(digest_size=16)
+_MATRICES = 3  # of an adapter, as it is merged
 _HASHED_AT_ONCE = 1024  # over 2,047 bytes hashlib lets go of the interpreter lock, and waits to get it back
 
 
@@ -104,8 +106,45 @@ class FakeRunner:
         )
         # of the sequences seen last, as a runner may keep them on its device
         self._tables: OrderedDict[int, list[int]] = OrderedDict()
+        self.merge_problem = ""
+        self.unmergeable: Collection[AdapterUid] = ()
+        self._merging: tuple[AdapterUid, int] | None = None  # and how many of its matrices are written
+
+    def merge_some(self, uid: AdapterUid) -> bool:
+        if uid in self.unmergeable:
+            raise MergeRefused("it is unmergeable")
+        if self.adapters_on_device is not None and uid not in self.adapters_on_device():
+            self._fail(f"{uid} is merged and not on the device")
+        self._check_rest()
+        merged, written = self._merging or (uid, 0)
+        if merged != uid or written == _MATRICES:
+            self._fail("a second adapter is merged")
+        self._merging = uid, written + 1
+        return written + 1 == _MATRICES
+
+    def restore_some(self) -> bool:
+        self._check_rest()
+        if self._merging is not None:
+            uid, written = self._merging
+            self._merging = (uid, written - 1) if written > 1 else None
+        return self._merging is None
+
+    def _check_rest(self) -> None:
+        if any(not step.is_over for step in self._steps):
+            self._fail("weights change while a step is under way")
+
+    def _of_merged(self, batch: StepBatch) -> StepBatch:
+        if self._merging is None:
+            return batch
+        uid, written = self._merging
+        if batch.chunks and written < _MATRICES:
+            self._fail("a step while weights are being written")
+        if any(chunk.adapter_uid is not None for chunk in batch.chunks):
+            self._fail("an adapter's row is computed with another adapter's weights")
+        return replace(batch, chunks=[replace(chunk, adapter_uid=uid) for chunk in batch.chunks])
 
     def execute(self, batch: StepBatch) -> Sequence[Sampled]:
+        batch = self._of_merged(batch)
         if not self._checks_copies_at_submit:
             self.host_kv.check_step(batch)
         for block_id in batch.clear_blocks:
@@ -142,7 +181,8 @@ class FakeRunner:
             self._fail("the block table ends before the chunk")
         uid = chunk.adapter_uid
         on_device = self.adapters_on_device
-        if uid is not None and on_device is not None and not set(uids_of(uid)) <= set(on_device()):
+        is_merged = self._merging is not None
+        if uid is not None and on_device is not None and not is_merged and not set(uids_of(uid)) <= set(on_device()):
             self._fail(f"{uid} is not on the device")
         self._check_table(chunk)
         tag = _adapter_tag(uid)

@@ -21,11 +21,12 @@ from manylora_worker.adapters.loading import LOOK_AGAIN_S
 from manylora_worker.adapters.pins import Pin
 from manylora_worker.adapters.prediction import Prediction
 from manylora_worker.engine.arena_turns import Arena
-from manylora_worker.engine.counters import EngineStats, FlowTokens, Setbacks, WorkCounters
+from manylora_worker.engine.counters import EngineStats, FlowTokens, Setbacks, WorkCounters, stats_of
 from manylora_worker.engine.endings import Endings
 from manylora_worker.engine.flights import Flight, Flights, Part, chunk_of, part_of
 from manylora_worker.engine.invariants import check_adapters, check_blocks, check_queues, check_under_way
 from manylora_worker.engine.masks import Masks
+from manylora_worker.engine.merge_turns import HOLDER, Merging, Told
 from manylora_worker.engine.outbox import Outbox, RequestEnd
 from manylora_worker.engine.request_bounds import RequestBounds, can_speculate
 from manylora_worker.engine.request_table import RequestTable
@@ -115,6 +116,7 @@ class EngineCore:
             self._step_time,
         )
         self._adapters = AdapterCache(backend, limits.adapters, self._shares.tenant_weight)
+        self._merging = Merging(runner, self._adapters)
         self._arena = None
         if arena is not None and isinstance(runner, ArenaRunner):
             self._arena = Arena(runner, self._pool, self._adapters, ArenaPolicy(arena))
@@ -169,6 +171,7 @@ class EngineCore:
             Overloaded: `max_requests` are here.
         """
         assert self._begun is None
+        assert self._merging.takes(request), "it would be computed with another adapter's weights"
         self._bounds.check_model(request)
         if request.request_id in self._requests:
             raise AlreadyExists(f"request_id: {request.request_id} is being executed")
@@ -183,7 +186,7 @@ class EngineCore:
                 self._masks.take(sequence, sequence.output_token_ids)
         if self._bounds.longest_blocks(request) > self._shares.hard(request.tenant_id):
             self._note_longest(request.tenant_id)
-        key = request.adapter_uid
+        key = request.adapter_uid if self._merging.merged is None else None
         if key is None or self._adapters.acquire(request.request_id, request.tenant_id, key, now):
             self._adapter_ready(group, now)
         else:
@@ -228,7 +231,6 @@ class EngineCore:
             self._planner.resume(unfinished)
 
     def prefetch(self, adapter_uid: AdapterUid, tenant_id: TenantId | None = None) -> None:
-        """Best effort."""
         assert self._begun is None
         self._adapters.prefetch(adapter_uid, tenant_id)
 
@@ -246,6 +248,18 @@ class EngineCore:
         """See AdapterCache.set_pins."""
         assert self._begun is None
         self._adapters.set_pins(pins, largest_bytes)
+
+    @property
+    def merge_problem(self) -> str:
+        """Why no adapter is merged here; empty: one may be. From any thread."""
+        return self._merging.problem
+
+    def set_merged(self, uid: AdapterUid | None, tenant_id: TenantId, tell: Told, now: float) -> None:
+        """See Merging.set. No prefix of before is found behind it."""
+        assert self._begun is None
+        assert len(self._requests) + len(self._flights) == 0, "rows are being computed"
+        self._pool.forget_computed()
+        self._merging.set(uid, tenant_id, tell, now)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -276,6 +290,8 @@ class EngineCore:
             return None
         self._planner.parking.tick(now)
         self._pump_adapters(now)
+        if self._merging.is_changing:
+            self._merging.pump(now)
         self._pump_copies()
         self._masks.pump(now)
         if self._arena is not None:
@@ -290,7 +306,7 @@ class EngineCore:
                 times.first_step_s = now
                 self._fresh.append(times)
         work = self._pool.take_work()
-        chunks = [chunk_of(item) for item in plan.scheduled]
+        chunks = [chunk_of(item, is_merged=self._merging.merged is not None) for item in plan.scheduled]
         self._begun = ([part_of(item) for item in plan.scheduled], work, now)
         return StepBatch(chunks, copy_blocks=work.copies, clear_blocks=work.clears)
 
@@ -345,12 +361,16 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Some request is not paused, or adapters or KV are on their way."""
-        return self._requests.num_active > 0 or self._adapters.has_work or self._swapper.num_copying > 0
+        adapters_work = self._merging.moves_adapters and self._adapters.has_work
+        is_moving = adapters_work or self._merging.is_changing or self._swapper.num_copying > 0
+        return self._requests.num_active > 0 or is_moving
 
     def rest_s(self) -> float | None:
         """Where no step could begin; None: until a command or a load's end."""
         if not self.has_work():
             return None
+        if self._merging.is_writing:
+            return 0.0
         # Who is not paused and has its adapter can be computed, unless blocks are being copied: so loads and copies are
         # all that there is to wait for.
         is_settled = self._adapters.is_settled and not self._swapper.num_copying and not self._masks.has_work
@@ -361,34 +381,7 @@ class EngineCore:
         return self._requests.ids
 
     def stats(self) -> EngineStats:
-        counters, setbacks, swaps = self._counters, self._counters.setbacks, self._swapper.counts
-        return EngineStats(
-            requests=len(self._requests),
-            sequences=self._requests.num_unfinished,
-            running_sequences=self._planner.num_running,
-            blocks_total=self._pool.num_blocks,
-            blocks_free=self._pool.num_free,
-            block_size=self._pool.block_size,
-            generated_tokens=counters.generated_tokens,
-            steps=counters.steps,
-            failed_steps=counters.failed_steps,
-            preemptions=setbacks.preemptions,
-            evictions=setbacks.evictions,
-            recomputed_tokens=setbacks.recomputed_tokens,
-            swaps_out=swaps.swaps_out,
-            swaps_in=swaps.swaps_in,
-            blocks_out=swaps.blocks_out,
-            blocks_in=swaps.blocks_in,
-            host_blocks_total=self._swapper.host.num_blocks,
-            host_blocks_free=self._swapper.host.num_free,
-            adapter_version=self._adapters.version,
-            tenant_adapters_version=self._adapters.tenants_version,
-            slots_version=self._planner.slots_version + self._requests.loading_version,
-            prefetches_ended=self._adapters.prefetches_ended,
-            **self._adapters.found._asdict(),
-            guessed_tokens=counters.guessed_tokens,
-            right_guesses=counters.right_guesses,
-        )
+        return stats_of(self._counters, self._requests, self._planner, self._pool, self._swapper, self._adapters)
 
     def adapter_tiers(self) -> Mapping[AdapterUid, AdapterTier]:
         return self._adapters.tiers()
@@ -437,18 +430,25 @@ class EngineCore:
         check_queues(self._requests, self._planner)
         check_blocks(self._requests, self._pool)
         check_under_way(self._requests, self._flights, self._swapper)
-        check_adapters(self._requests, self._adapters)
+        if self._merging.merged is None and not self._merging.is_changing:
+            check_adapters(self._requests, self._adapters)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _pump_adapters(self, now: float) -> None:
-        if not self._adapters.has_work:
+        if not self._adapters.has_work or not self._merging.moves_adapters:
             return
         update = self._adapters.pump(now)
         for request_id in update.ready:
-            self._adapter_ready(self._requests[request_id], now)
+            if request_id == HOLDER:
+                self._merging.loaded()
+            else:
+                self._adapter_ready(self._requests[request_id], now)
         for failure in update.failed:
             reason = FinishReason.ADAPTER_UNAVAILABLE if failure.is_passing else FinishReason.ADAPTER_FAILED
+            if HOLDER in failure.holders:  # alone: there are no requests
+                self._merging.load_failed(failure.message)
+                continue
             for request_id in failure.holders:
                 self._endings.end_request(self._requests[request_id], reason, failure.message, now)
 

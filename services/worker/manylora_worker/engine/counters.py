@@ -8,7 +8,12 @@ from typing import NamedTuple
 
 from manylora_shared.ids import TenantId
 
+from manylora_worker.adapters.cache import AdapterCache
+from manylora_worker.engine.request_table import RequestTable
 from manylora_worker.kinds.flow import FlowKey
+from manylora_worker.memory.block_pool import BlockPool
+from manylora_worker.memory.swapping import Swapper
+from manylora_worker.planning.step_planner import StepPlanner
 
 
 class FlowTokens(NamedTuple):
@@ -104,3 +109,41 @@ class WorkCounters:
     def take_changed_setbacks(self) -> Mapping[TenantId, Setbacks]:
         changed, self._changed_setbacks = self._changed_setbacks, {}
         return changed
+
+
+def stats_of(
+    counters: WorkCounters,
+    requests: RequestTable,
+    planner: StepPlanner,
+    pool: BlockPool,
+    swapper: Swapper,
+    adapters: AdapterCache,
+) -> EngineStats:
+    setbacks, swaps = counters.setbacks, swapper.counts
+    return EngineStats(
+        requests=len(requests),
+        sequences=requests.num_unfinished,
+        running_sequences=planner.num_running,
+        blocks_total=pool.num_blocks,
+        blocks_free=pool.num_free,
+        block_size=pool.block_size,
+        generated_tokens=counters.generated_tokens,
+        steps=counters.steps,
+        failed_steps=counters.failed_steps,
+        preemptions=setbacks.preemptions,
+        evictions=setbacks.evictions,
+        recomputed_tokens=setbacks.recomputed_tokens,
+        swaps_out=swaps.swaps_out,
+        swaps_in=swaps.swaps_in,
+        blocks_out=swaps.blocks_out,
+        blocks_in=swaps.blocks_in,
+        host_blocks_total=swapper.host.num_blocks,
+        host_blocks_free=swapper.host.num_free,
+        adapter_version=adapters.version,
+        tenant_adapters_version=adapters.tenants_version,
+        slots_version=planner.slots_version + requests.loading_version,
+        prefetches_ended=adapters.prefetches_ended,
+        **adapters.found._asdict(),
+        guessed_tokens=counters.guessed_tokens,
+        right_guesses=counters.right_guesses,
+    )

@@ -141,7 +141,8 @@ def part_of(item: Scheduled) -> Part:
     )
 
 
-def chunk_of(item: Scheduled) -> SequenceChunk:
+def chunk_of(item: Scheduled, *, is_merged: bool = False) -> SequenceChunk:
+    """is_merged: its adapter is in the base model's weights."""
     sequence, request = item.sequence, item.sequence.group.request
     bars: SequenceOf[tuple[int, int]] = ()
     mask: bytes | None = None
@@ -157,7 +158,7 @@ def chunk_of(item: Scheduled) -> SequenceChunk:
         token_ids=(*sequence.next_tokens(item.num_tokens), *item.guesses),
         start_position=sequence.num_computed_tokens,
         block_table=sequence.block_table,
-        adapter_uid=request.adapter_uid,
+        adapter_uid=None if is_merged else request.adapter_uid,
         samples=item.samples,
         sampling=request.sampling,
         choice=sequence.choice,

@@ -289,6 +289,27 @@ class SwapRunner(ModelRunner, Protocol):
     def host_kv(self) -> HostKv: ...
 
 
+class MergeRefused(ValueError):
+    """Says by name why this adapter does not go into this model's weights."""
+
+
+@runtime_checkable
+class MergingRunner(ModelRunner, Protocol):
+    """Adds an adapter to the base model's weights while no step is under way. Its rows then name no adapter."""
+
+    @property
+    def merge_problem(self) -> str:
+        """Why this model's weights take none; empty: they do."""
+
+    def merge_some(self, uid: AdapterUid) -> bool:
+        """One more matrix; whether it was the last. The adapter is on the device. Raises MergeRefused, RuntimeError or
+        MemoryError: what was written already is restored then.
+        """
+
+    def restore_some(self) -> bool:
+        """One more matrix is bit for bit what it was before; whether all are."""
+
+
 class AdapterTier(enum.IntEnum):
     DISK = 1  # this machine's, of a store that is far
     HOST = 2

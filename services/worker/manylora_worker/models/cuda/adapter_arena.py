@@ -25,7 +25,8 @@ from manylora_worker.models.cuda.kernels.lora import (
     part_word,
     site_fields,
 )
-from manylora_worker.weights.layout import HostAdapter, PlacedSite
+from manylora_worker.weights.layout import Extras, HostAdapter, Layout, PlacedSite
+from manylora_worker.weights.sites import DeviceAdapter
 
 _BLOCKS_AT_ONCE = 4
 _LAYOUTS = 64
@@ -96,6 +97,8 @@ class _Place:
     placement: Placement
     entry: np.ndarray  # int64 [sites, fields]
     rope: Tensor | None  # float32 [angles + 1], of one that rotates positions in its own way
+    layout: Layout
+    extras: Extras
     freed: torch.cuda.Event | None  # when the blocks' last readers are done
 
 
@@ -206,7 +209,9 @@ class AdapterArena:
             freed.record()
         entry = self._entry(placement, blocks)
         rope = self._rope_of(adapter)
-        self._places[adapter.uid] = _Place(self._free_slots.pop(), blocks, placement, entry, rope, freed)
+        self._places[adapter.uid] = _Place(
+            self._free_slots.pop(), blocks, placement, entry, rope, adapter.layout, adapter.extras, freed
+        )
 
     def fill(self, adapter: HostAdapter) -> None:
         """Returns when steps may use the weights. May run on a thread of its own."""
@@ -224,6 +229,13 @@ class AdapterArena:
             stream.wait_event(place.freed)
             self._copy(adapter, place)
         stream.synchronize()
+
+    def read(self, uid: AdapterUid) -> DeviceAdapter:
+        """A copy of its matrices, in a buffer of their own on the device. Raises KeyError."""
+        place = self._places[uid]
+        runs = zip(place.placement.runs, place.blocks, strict=True)
+        buffer = torch.cat([self._by_block[block, : run.length] for run, block in runs])
+        return HostAdapter(uid, buffer, place.layout, place.extras).on(self.sites.device)
 
     def drop(self, uid: AdapterUid) -> None:
         place = self._places.pop(uid, None)

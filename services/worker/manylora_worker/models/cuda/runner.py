@@ -45,6 +45,7 @@ from manylora_worker.models.layers.host_kv import TensorHostKv
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.layers.prompt_scores import ScoredRows, Scores, score
 from manylora_worker.models.loader import LoadedModel
+from manylora_worker.models.merged_weights import MergedWeights
 from manylora_worker.weights.layout import HostAdapter
 
 
@@ -82,7 +83,7 @@ class _Recorded:
 
 
 class DeviceModelRunner:
-    """See api.AheadRunner and api.SwapRunner. cache: its blocks from `num_kv_blocks` on hold adapters."""
+    """See api.AheadRunner, SwapRunner and MergingRunner. cache: its blocks from `num_kv_blocks` on hold adapters."""
 
     def __init__(
         self,
@@ -94,9 +95,7 @@ class DeviceModelRunner:
         num_kv_blocks: int,
         num_host_blocks: int = 0,
     ) -> None:
-        self._loaded = loaded
-        self._cache = cache
-        self._limits = limits
+        self._loaded, self._cache, self._limits = loaded, cache, limits
         self._num_kv_blocks = num_kv_blocks
         self.host_kv = TensorHostKv(cache.by_block, num_host_blocks)
         self._capture = loaded.device.type == "cuda"  # the interpreter of the tests has no graphs
@@ -154,6 +153,7 @@ class DeviceModelRunner:
             limits.max_sequences, loaded.spec.vocab_size, loaded.device, penalty_slots=limits.max_sequences
         )
         self._sampler_rows = SamplerRows(self._sampler)
+        self._merged = MergedWeights(loaded)
 
     @property
     def num_blocks(self) -> int:
@@ -259,6 +259,18 @@ class DeviceModelRunner:
 
     def drop_adapter(self, uid: AdapterUid) -> None:
         self._adapters.drop(uid)
+
+    @property
+    def merge_problem(self) -> str:
+        return self._merged.problem
+
+    def merge_some(self, uid: AdapterUid) -> bool:
+        self._use_device()
+        return self._merged.merge_some(lambda: self._adapters.read(uid))
+
+    def restore_some(self) -> bool:
+        self._use_device()
+        return self._merged.restore_some()
 
     def forget_graphs(self) -> None:
         self._recordings.clear()

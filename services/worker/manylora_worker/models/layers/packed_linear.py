@@ -31,16 +31,28 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.weight_bytes = weight.nbytes
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _LAYOUT_ROWS)
+        self.packed = self.pack(weight.detach())
         self.bias = None if bias is None else bias.detach()
         self._product = torch.ops.mkldnn._linear_pointwise.default
+
+    @staticmethod
+    def pack(weight: Tensor) -> Tensor:
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _LAYOUT_ROWS)
+        return packed
+
+    def unpacked(self) -> Tensor:
+        """A copy of the weight, [out, in], bit for bit."""
+        return self.packed.to_dense()
+
+    def replace(self, packed: Tensor) -> None:
+        self.packed = packed
 
     def forward(self, x: Tensor) -> Tensor:
         num_rows = x.shape[-2]
         padding = padded_rows(num_rows) - num_rows
         if padding:
             x = F.pad(x, (0, 0, 0, padding))
-        output: Tensor = self._product(x, self._packed, self.bias, "none", [], "")
+        output: Tensor = self._product(x, self.packed, self.bias, "none", [], "")
         return output[..., :num_rows, :] if padding else output
 
     def extra_repr(self) -> str:

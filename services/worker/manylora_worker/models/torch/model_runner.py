@@ -27,6 +27,7 @@ from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.layers.lora_linear import LoraPlanner
 from manylora_worker.models.layers.prompt_scores import answers, score
 from manylora_worker.models.loader import LoadedModel
+from manylora_worker.models.merged_weights import MergedWeights
 from manylora_worker.models.torch.decoder import HeadLora, ScaledRows, TorchDecoder
 from manylora_worker.models.torch.inputs import StepInputs, build_inputs, entered_blocks
 from manylora_worker.models.torch.sampler import sample
@@ -38,7 +39,7 @@ _Head = Callable[[Tensor], Tensor]
 
 
 class TorchModelRunner:
-    """See api.SwapRunner. weights: None: the model runs as transformers wrote it."""
+    """See api.SwapRunner and api.MergingRunner. weights: None: the model runs as transformers wrote it."""
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class TorchModelRunner:
         self.host_kv = TensorHostKv(cache.by_block, num_host_blocks)
         self._planner = planner
         self._columns = BaseColumns(loaded)
+        self._merged = MergedWeights(loaded)
         self._thread_id: int | None = None
         self.adapters: dict[AdapterUid, DeviceAdapter] = {}
 
@@ -125,6 +127,17 @@ class TorchModelRunner:
         if adapter is not None and self._cache.marks_free:
             for weights in adapter.weights():
                 weights.fill_(math.nan)
+
+    @property
+    def merge_problem(self) -> str:
+        return self._merged.problem
+
+    def merge_some(self, uid: AdapterUid) -> bool:
+        self._prepare_thread()
+        return self._merged.merge_some(lambda: self.adapters[uid])
+
+    def restore_some(self) -> bool:
+        return self._merged.restore_some()
 
     @contextmanager
     def _passed(self, inputs: StepInputs) -> Iterator[_Head]:
