@@ -29,6 +29,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -110,6 +111,13 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
 }  # fmt: skip
 
 
+MIXTURES: dict[str, Callable[[], PretrainedConfig]] = {
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **_SHAPE, head_dim=16, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
+}  # fmt: skip
+
 # What differs from one of these by numbers, or runs as transformers wrote it, takes fewer tests and no cluster.
 MORE_FAMILIES = ("olmo2", "gemma", "ministral", "ministral3", "smollm3", "seed_oss")
 EACH_FAMILY = [
@@ -122,7 +130,7 @@ EACH_FAMILY = [
 def make_model(family: str, folder: Path, seed: int = 0) -> PreTrainedModel:
     """A random model of the family, saved into `folder`."""
     torch.manual_seed(seed)
-    config = FAMILIES[family]()
+    config = (FAMILIES | MIXTURES)[family]()
     config.initializer_range = 0.25
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit
-from manylora_worker.models import loader
 from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.loader import load_model
 from transformers import (
@@ -20,13 +18,8 @@ from transformers import (
     BertConfig,
     BertLMHeadModel,
     BitsAndBytesConfig,
-    DeepseekV3Config,
-    GptOssConfig,
     LlamaConfig,
     LlamaForSequenceClassification,
-    MambaConfig,
-    PretrainedConfig,
-    Qwen3_5TextConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -107,11 +100,6 @@ def test_own_code(family_of: FamilyOf, tmp_path: Path) -> None:
     assert "auto_map" in message
 
 
-def test_bidirectional(family_of: FamilyOf, tmp_path: Path) -> None:
-    message = refusal(edited(family_of("gemma3_text"), tmp_path, use_bidirectional_attention=True))
-    assert "both directions" in message
-
-
 def test_files_that_are_not_there(family_of: FamilyOf, tmp_path: Path) -> None:
     assert "neither a folder nor" in refusal("no/such-model")
     assert "config" in refusal(tmp_path)
@@ -136,33 +124,6 @@ def test_models_that_are_no_causal_language_models(tmp_path: Path) -> None:
     assert "missing" in refusal(saved(classifier, tmp_path / "classifier"))
     bert = BertLMHeadModel(BertConfig(**TINY, is_decoder=False))
     assert refusal(saved(bert, tmp_path / "bert"))
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (GptOssConfig(**TINY, num_key_value_heads=1, head_dim=8, num_local_experts=2, num_experts_per_tok=1), "s_aux"),
-        (MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, state_size=4), "keeps a state"),
-        (
-            Qwen3_5TextConfig(
-                **TINY, num_key_value_heads=1, head_dim=8, linear_num_key_heads=1, linear_num_value_heads=1,
-                linear_key_head_dim=8, linear_value_head_dim=8,
-            ),
-            "qwen3_5_text: model.layers.0.linear_attn.conv1d keeps a state",
-        ),
-        (
-            DeepseekV3Config(
-                **TINY, num_key_value_heads=2, moe_intermediate_size=16, n_routed_experts=2, n_group=1, topk_group=1,
-                num_experts_per_tok=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=8,
-                v_head_dim=8, first_k_dense_replace=2,
-            ),
-            "different head sizes",
-        ),
-    ],
-    ids=["gpt_oss", "mamba", "qwen3_5", "deepseek_v3"],
-)  # fmt: skip
-def test_attention_that_cannot_be_served(tmp_path: Path, config: PretrainedConfig, expected: str) -> None:
-    assert expected in refusal(saved(AutoModelForCausalLM.from_config(config), tmp_path / "model"))
 
 
 def test_nf4_equals_the_dequantized_model(family_of: FamilyOf) -> None:
@@ -191,21 +152,6 @@ def test_nf4_equals_the_dequantized_model(family_of: FamilyOf) -> None:
     x = torch.randn(5, 64)
     weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
     torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, weight), atol=1e-6, rtol=0)
-
-
-def test_what_is_fused_does_not_stand_twice(family_of: FamilyOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A base that fills most of a device could not be loaded otherwise."""
-    fused: list[weakref.ref[torch.Tensor]] = []
-    fuse = loader._fuse
-
-    def watched(parent: Any, path: str, members: Any, *rest: Any) -> Any:
-        assert not any(weight() is not None for weight in fused)
-        fused.extend(weakref.ref(getattr(parent, member).weight) for member in members)
-        return fuse(parent, path, members, *rest)
-
-    monkeypatch.setattr(loader, "_fuse", watched)
-    load_model(str(family_of("llama").folder))
-    assert len(fused) > 4
 
 
 def test_bfloat16(family_of: FamilyOf) -> None:

@@ -33,7 +33,7 @@ from manylora_worker.models.decoder_weights import DecoderWeights
 from manylora_worker.models.layers.kv_cache import MIB, KvCache
 from manylora_worker.models.layers.lora_linear import LoraCosts, LoraPlanner
 from manylora_worker.models.layers.packed_linear import PackedLinear
-from manylora_worker.models.loader import LoadedModel, load_model, model_config
+from manylora_worker.models.loader import LoadedModel, ModelSpec, load_model, model_config
 from manylora_worker.models.parts import EngineParts, ModelInfo
 from manylora_worker.models.quantized.fp8 import Fp8Linear
 from manylora_worker.models.ranks.cuts import SHARED_FAMILIES, check_cuts
@@ -179,10 +179,17 @@ def build_rank(config: WorkerConfig, group: RankGroup | None, notify: Callable[[
 def _shape(loaded: LoadedModel) -> ModelShape:
     spec, config = loaded.spec, loaded.model.config.get_text_config()
     return ModelShape(
-        layer_parameters=sum(rows * columns for rows, columns in spec.modules.values()),
+        layer_parameters=_active_parameters(spec),
         head_parameters=config.hidden_size * spec.vocab_size,
         attention=4 * spec.kv.num_layers * config.num_attention_heads * spec.kv.head_dim,
     )
+
+
+def _active_parameters(spec: ModelSpec) -> int:
+    """Of the products that one token takes part in: of experts, those that it goes to."""
+    whole = sum(rows * columns for rows, columns in spec.modules.values())
+    idle = sum(3 * each.width * each.hidden * (each.experts - each.top_k) for each in spec.experts.values())
+    return whole - idle
 
 
 def _keyring(config: WorkerConfig) -> Keyring | None:

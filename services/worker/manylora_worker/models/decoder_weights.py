@@ -16,6 +16,7 @@ from manylora_shared.stores.adapter_rope import RopeScaling
 from torch import Tensor, nn
 
 from manylora_worker.models.layers.lora_linear import FusedMember, LoraLinear
+from manylora_worker.models.layers.mixture import LoraExperts, LoraRouter
 from manylora_worker.models.layers.packed_linear import PackedLinear
 from manylora_worker.models.loader import LoadedModel
 from manylora_worker.models.quantized.fp8 import Fp8Linear
@@ -70,11 +71,24 @@ class Projection:
 
 
 @dataclass(frozen=True)
+class DenseMlp:
+    gate_up: Projection
+    down: Projection
+
+
+@dataclass(frozen=True)
+class MixtureMlp:
+    router: Projection
+    experts: LoraExperts
+    top_k: int
+    normalizes: bool  # whether a row's shares add up to 1
+
+
+@dataclass(frozen=True)
 class DecoderLayer:
     qkv: Projection
     o: Projection
-    gate_up: Projection
-    down: Projection
+    mlp: DenseMlp | MixtureMlp
     input_norm: Tensor | None  # None: the residual as it is
     attention_post_norm: Tensor | None  # over the attention's output, before it joins the residual
     ffn_norm: Tensor | None
@@ -108,7 +122,8 @@ class DecoderWeights:
     @property
     def has_kernels(self) -> bool:
         """Whether the GPU's kernels compute all of it."""
-        return all(each.q_norm is None or len(each.q_norm) == each.attention.head_dim for each in self.layers)
+        is_known = all(each.q_norm is None or len(each.q_norm) == each.attention.head_dim for each in self.layers)
+        return is_known and all(isinstance(each.mlp, DenseMlp) for each in self.layers)
 
 
 @dataclass(frozen=True)
@@ -200,15 +215,14 @@ def _read_layer(loaded: LoadedModel, layer: nn.Module, index: int, rope: int) ->
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     if attention is None or mlp is None:
         return None
-    for module, known in ((layer, _KNOWN_LAYER_PARTS), (attention, _KNOWN_ATTENTION_PARTS), (mlp, _KNOWN_MLP_PARTS)):
+    for module, known in ((layer, _KNOWN_LAYER_PARTS), (attention, _KNOWN_ATTENTION_PARTS)):
         if {name for name, _ in module.named_children()} - known:
             return None
     qkv = _fused_projection(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
     o = _projection(attention.o_proj)
-    gate_up = _fused_projection(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
-    down = _projection(mlp.down_proj)
+    read_mlp = _read_mlp(mlp)
     norms = _layer_norms(layer)
-    if qkv is None or o is None or gate_up is None or down is None or norms is None:
+    if qkv is None or o is None or read_mlp is None or norms is None:
         return None
     q_norm = _rms_norm(getattr(attention, "q_norm", None))
     k_norm = _rms_norm(getattr(attention, "k_norm", None))
@@ -223,8 +237,7 @@ def _read_layer(loaded: LoadedModel, layer: nn.Module, index: int, rope: int) ->
     return DecoderLayer(
         qkv=qkv,
         o=o,
-        gate_up=gate_up,
-        down=down,
+        mlp=read_mlp,
         input_norm=norms[0],
         attention_post_norm=norms[1],
         ffn_norm=norms[2],
@@ -241,6 +254,21 @@ def _read_layer(loaded: LoadedModel, layer: nn.Module, index: int, rope: int) ->
         ),
         rope=rope,
     )
+
+
+def _read_mlp(mlp: nn.Module) -> DenseMlp | MixtureMlp | None:
+    parts = {name for name, _ in mlp.named_children()}
+    if parts == {"experts", "gate"}:
+        router, experts = mlp.gate, mlp.experts
+        if not isinstance(router, LoraRouter) or not isinstance(experts, LoraExperts):
+            return None
+        read = _projection(router.linear)
+        return None if read is None else MixtureMlp(read, experts, router.top_k, router.normalizes)
+    if parts - _KNOWN_MLP_PARTS:
+        return None
+    gate_up = _fused_projection(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
+    down = _projection(mlp.down_proj)
+    return None if gate_up is None or down is None else DenseMlp(gate_up, down)
 
 
 def _layer_norms(layer: nn.Module) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] | None:

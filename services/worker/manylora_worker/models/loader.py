@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from manylora_shared.stores.model_files import ModelNotFound, model_folder, model_name
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from manylora_worker.models.checkpoint import (
     ModelRefused,
@@ -27,35 +26,25 @@ from manylora_worker.models.checkpoint import (
     without_adapter,
 )
 from manylora_worker.models.digest import model_digest
-from manylora_worker.models.layers.attention import ATTENTION, STEP_KEYWORD, register_attention
+from manylora_worker.models.experts import FoundExperts, find_experts, install_mixtures, modules_of, taken_over
+from manylora_worker.models.layers.attention import ATTENTION, register_attention
 from manylora_worker.models.layers.kv_cache import KvGeometry
-from manylora_worker.models.layers.lora_linear import FusedMember, FusedProjection, LoraLinear, LoraSwitch
-from manylora_worker.models.layers.packed_linear import WORTH_PACKING, PackedLinear, can_pack
+from manylora_worker.models.layers.lora_linear import LoraLinear, LoraSwitch
+from manylora_worker.models.layers.packed_linear import can_pack
+from manylora_worker.models.linears import head_modules_of, install_linears, linear_modules, pack_linears
+from manylora_worker.models.probe import AttentionTraits, probe
 from manylora_worker.models.quantized.install import ShippedCodes, quantize_to_fp8, quantize_to_nf4
 from manylora_worker.models.quantized.schemes import Scheme
 from manylora_worker.models.quantized.shipped import check_modules, read_shipped
-from manylora_worker.models.ranks.cuts import cut_head, cut_linears, is_summed
+from manylora_worker.models.ranks.cuts import cut_head, cut_linears
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.models.rope import base_rope
-from manylora_worker.weights.sites import Site, Slot
+from manylora_worker.weights.sites import ExpertShape, Site, Slot
 from manylora_worker.weights.source import AdapterBase
-
-# Model type -> module name -> groups of its linear layers that read the same input and become one product. An absent
-# family runs as it is (phi3 fuses its projections itself). Only this table names families: one probing pass learns what
-# else a model does differently (windows, soft caps, scales, head counts). A recorder stands in for the attention and
-# notes what each layer hands over.
-FUSED_PROJECTIONS: Mapping[str, Mapping[str, Sequence[Sequence[str]]]] = {
-    family: {"self_attn": (("q_proj", "k_proj", "v_proj"),), "mlp": (("gate_proj", "up_proj"),)}
-    for family in (
-        *("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
-        *("granite", "smollm3", "exaone4", "olmo2", "olmo3", "seed_oss"),
-    )
-}
 
 _LOG = logging.getLogger(__name__)
 
 _LOADING: Mapping[str, Any] = {"attn_implementation": ATTENTION, "output_loading_info": True}
-_ATTENTION_KEYWORDS_WITHOUT_EFFECT = frozenset({"position_ids", "use_cache", "cache_position", "position_embeddings"})
 
 
 @dataclass(frozen=True)
@@ -81,22 +70,12 @@ class ModelSpec:
     head_modules: frozenset[str] = field(repr=False)
     other_modules: frozenset[str] = field(repr=False)
     left_out: tuple[str, ...] = ()
+    experts: Mapping[str, ExpertShape] = field(default_factory=dict)  # path -> of the stacks of experts among `modules`
     longest_context_tokens: int = 0  # with an adapter that rotates positions in its own way; 0: no longer
 
     @property
     def longest(self) -> int:
         return max(self.max_context_tokens, self.longest_context_tokens)
-
-
-@dataclass(frozen=True)
-class AttentionTraits:
-    """What a layer hands to its attention beside the tensors."""
-
-    num_heads: int
-    scaling: float | None
-    sliding_window: int | None
-    softcap: float | None
-    rotates: bool  # whether a position changes what is attended to
 
 
 @dataclass(frozen=True)
@@ -128,6 +107,7 @@ class LoadedModel:
             dtype=self.dtype,
             biased=frozenset(self._biased()),
             vectors_problem=self._vectors_problem,
+            experts=spec.experts,
             rope=base_rope(
                 self.model.config.get_text_config(),
                 spec.longest,
@@ -245,11 +225,12 @@ def prepare_model(
     dtype, device = model.dtype, torch.device(model.device)
     _check_stateless(model)
     modules = modules or linear_modules(model)
-    head_modules = _head_modules(model)
+    experts = _experts(model, device, quantization)
+    head_modules = head_modules_of(model)
     all_modules = {module_path for module_path, _ in model.named_modules() if module_path}
     switch = LoraSwitch()
     fused = quantization != "nf4" or device.type == "cuda"
-    sites = _install_linears(model, modules, switch, fused=fused, group=group)
+    sites = install_linears(model, modules, switch, fused=fused, group=group)
     if group is not None:
         cut_head(model, group)
     if quantization == "nf4" and device.type == "cuda":
@@ -257,25 +238,28 @@ def prepare_model(
     if quantization == "fp8":
         quantize_to_fp8(model, codes, group)
     if quantization == "none" and can_pack(dtype, device):
-        _pack_linears(model)
+        pack_linears(model)
+    sites += install_mixtures(model, experts, len(sites), switch)
+    modules = {**modules, **modules_of(experts)}
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what layers were made of: ranks' first sum takes memory beside torch's allocator
-    probe = _probe(model)
+    probed = probe(model)
     context_tokens = max_context_tokens(model.config.get_text_config())
     spec = ModelSpec(
         name=name,
         source_name=source_name or name,
         digest=digest,
         model_type=model.config.model_type,
-        vocab_size=probe.vocab_size,
+        vocab_size=probed.vocab_size,
         max_context_tokens=min(context_tokens, max_model_len or context_tokens),
         longest_context_tokens=max_model_len,
-        eos_token_ids=_eos_token_ids(model, probe.vocab_size),
-        kv=probe.kv,
+        eos_token_ids=_eos_token_ids(model, probed.vocab_size),
+        kv=probed.kv,
         modules={p: shape for p, shape in modules.items() if p not in head_modules},
         head_modules=frozenset(head_modules),
         other_modules=frozenset(all_modules - set(modules) - head_modules),
         left_out=left_out,
+        experts={each.stack: each.shape for each in experts},
     )
     return LoadedModel(
         model=model,
@@ -286,9 +270,21 @@ def prepare_model(
         device=device,
         num_threads=threads,
         keeps_logits="logits_to_keep" in inspect.signature(model.forward).parameters,
-        attention_traits=probe.attention_traits,
+        attention_traits=probed.attention_traits,
         group=group,
     )
+
+
+def _experts(model: PreTrainedModel, device: torch.device, quantization: Quantization) -> list[FoundExperts]:
+    """Those that are ours. Raises ModelRefused."""
+    found = taken_over(model, find_experts(model))
+    if found and quantization != "none":
+        raise ModelRefused(
+            f"{model.config.model_type}: a mixture of experts is not served with --quantization {quantization}"
+        )
+    if found and device.type == "cuda":
+        raise ModelRefused(f"{model.config.model_type}: a mixture of experts is served on the CPU alone")
+    return found
 
 
 def _check_stateless(model: PreTrainedModel) -> None:
@@ -389,7 +385,7 @@ def _from_shipped(
     with torch.device("meta"):
         kind = type(AutoModelForCausalLM.from_config(config))  # AutoModel reads folders alone
     model, loading = kind.from_pretrained(None, config=config, dtype=dtype, state_dict=shipped.tensors, **_LOADING)
-    check_modules(scheme, shipped.quantized, frozenset(linear_modules(model)) - _head_modules(model))
+    check_modules(scheme, shipped.quantized, frozenset(linear_modules(model)) - head_modules_of(model))
     loading["unexpected_keys"] = set(loading["unexpected_keys"]) - shipped.zero_biases
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -408,26 +404,6 @@ def _keep_text_alone(model: PreTrainedModel) -> tuple[str, ...]:
     return paths
 
 
-def linear_modules(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
-    """Path -> (in, out), the head included."""
-    found = {}
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Linear):  # bitsandbytes' Linear4bit is one
-            found[path] = (module.in_features, module.out_features)
-        elif isinstance(module, Conv1D):
-            found[path] = (module.nx, module.nf)
-    return found
-
-
-def _head_modules(model: PreTrainedModel) -> set[str]:
-    heads = [model.get_input_embeddings(), model.get_output_embeddings()]
-    return {
-        path
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Embedding) or any(module is head for head in heads)
-    }
-
-
 def _eos_token_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
     """Of the first of its configurations that names a token. Where none does, the router takes its tokenizer's."""
     for config in (model.generation_config, model.config, model.config.get_text_config()):
@@ -440,159 +416,3 @@ def _eos_token_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
         if ids:
             return ids
     return ()
-
-
-@dataclass
-class _Recorder:
-    """Stands in for the attention in the probing pass. See attention.Attends."""
-
-    # layer -> (kv heads, key head dim, value head dim)
-    layers: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    traits: dict[int, AttentionTraits] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
-        others: dict[str, Any],
-    ) -> Tensor:
-        layer = getattr(module, "layer_idx", None)
-        if not isinstance(layer, int) or layer in self.layers:
-            self.problems.append(f"attention of {type(module).__name__} has no layer index of its own")
-            layer = -len(self.problems)
-        if not getattr(module, "is_causal", True):
-            self.problems.append(f"{type(module).__name__} attends in both directions")
-        effective = {k: v for k, v in others.items() if k not in _ATTENTION_KEYWORDS_WITHOUT_EFFECT}
-        strange = sorted(k for k, v in effective.items() if isinstance(v, Tensor) or v)
-        if strange:
-            self.problems.append(f"its attention uses {', '.join(strange)}, which is not supported")
-        self.layers[layer] = (key.shape[1], key.shape[3], value.shape[3])
-        self.traits[layer] = AttentionTraits(query.shape[1], scaling, sliding_window, softcap, _rotates(key))
-        _, num_heads, num_rows, _ = query.shape
-        return query.new_zeros(1, num_rows, num_heads, value.shape[3])
-
-
-def _rotates(key: Tensor) -> bool:
-    """key: [1, kv_heads, 2, head_dim], of one token at two positions."""
-    here, there = key[0, :, 0].float(), key[0, :, 1].float()
-    return bool((here - there).norm() > 1e-2 * here.norm()) or not here.any()
-
-
-@dataclass(frozen=True)
-class _Probe:
-    kv: KvGeometry
-    vocab_size: int
-    attention_traits: Sequence[AttentionTraits]
-
-
-def _probe(model: PreTrainedModel) -> _Probe:
-    recorder = _Recorder()
-    label = f"{type(model).__name__}"
-    try:
-        with torch.inference_mode():
-            output = model(
-                # not 0: an embedding of padding may be zeroes, which no position changes
-                input_ids=torch.full((1, 2), model.config.get_text_config().vocab_size // 2, device=model.device),
-                position_ids=torch.arange(2, device=model.device)[None],
-                use_cache=False,
-                **{STEP_KEYWORD: recorder},
-            )
-    except (TypeError, KeyError, AttributeError) as error:  # its code looks into what we replaced, or drops keywords
-        raise ModelRefused(
-            f"{label}: does not work with other linear layers, or does not hand keywords on to its attention ({error})"
-        ) from error
-    num_layers = model.config.get_text_config().num_hidden_layers
-    if sorted(recorder.layers) != list(range(num_layers)):
-        recorder.problems.append(
-            f"{len(recorder.layers)} of {num_layers} layers go through transformers' attention interface"
-        )
-    shapes = set(recorder.layers.values())
-    if len(shapes) > 1:
-        recorder.problems.append(f"key and value heads differ from layer to layer: {sorted(shapes)}")
-    elif any(key_dim != value_dim for _, key_dim, value_dim in shapes):
-        recorder.problems.append(f"keys and values have different head sizes: {sorted(shapes)}")
-    if recorder.problems:
-        raise ModelRefused(f"{label}: " + "; ".join(dict.fromkeys(recorder.problems)))
-    num_kv_heads, head_dim, _ = recorder.layers[0]
-    return _Probe(
-        KvGeometry(num_layers, num_kv_heads, head_dim),
-        vocab_size=output.logits.shape[-1],
-        attention_traits=[recorder.traits[i] for i in range(num_layers)],
-    )
-
-
-def _install_linears(
-    model: PreTrainedModel,
-    modules: Mapping[str, tuple[int, int]],
-    switch: LoraSwitch,
-    *,
-    fused: bool,
-    group: RankGroup | None,
-) -> list[Site]:
-    # every linear layer except the head becomes a LoraLinear, fused where the table says so
-    rank = 0 if group is None else group.rank
-    heads = _head_modules(model)
-    roles = FUSED_PROJECTIONS.get(model.config.get_text_config().model_type, {}) if fused else {}
-    sites: list[Site] = []
-    done: set[str] = set(heads)
-    for path in [path for path, _ in model.named_modules()]:  # a list of modules would keep all weights to its end
-        for members in roles.get(path.rpartition(".")[2], ()):
-            sites.append(_fuse(model.get_submodule(path), path, members, len(sites), switch, rank))
-            done |= {f"{path}.{member}" for member in members}
-    for path, (in_features, _) in modules.items():
-        if path not in done:
-            parent_path, _, leaf = path.rpartition(".")
-            parent = model.get_submodule(parent_path)
-            linear = getattr(parent, leaf)
-            here = linear_modules(parent)[leaf]
-            first_input = rank * here[0] if here[0] < in_features else 0
-            site = Site(len(sites), here[0], (Slot(path, 0, here[1]),), first_input)
-            reduce = group.all_reduce if group is not None and is_summed(path) else None
-            setattr(parent, leaf, LoraLinear(linear, site, switch, reduce))
-            sites.append(site)
-    return sites
-
-
-def _fuse(
-    parent: nn.Module, parent_path: str, members: Sequence[str], index: int, switch: LoraSwitch, rank: int
-) -> Site:
-    """Replaces `members` by one product over the same input, and frees their weights. All of a rank's members are cut
-    by their outputs, or there is one rank.
-    """
-    layers = [getattr(parent, member) for member in members]
-    biases = [layer.bias for layer in layers]
-    assert all(type(layer) is nn.Linear for layer in layers)
-    fused = nn.Linear(1, 1, bias=False, device="meta")
-    fused.in_features = layers[0].in_features
-    fused.out_features = sum(layer.out_features for layer in layers)
-    fused.weight = nn.Parameter(torch.cat([layer.weight.data for layer in layers]), requires_grad=False)
-    if any(bias is not None for bias in biases):
-        parts = [
-            layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.data for layer in layers
-        ]
-        fused.bias = nn.Parameter(torch.cat(parts), requires_grad=False)
-    slots = []
-    start = 0
-    for member, layer in zip(members, layers, strict=True):
-        slots.append(Slot(f"{parent_path}.{member}", start, start + layer.out_features, rank * layer.out_features))
-        start += layer.out_features
-    site = Site(index, fused.in_features, tuple(slots))
-    projection = FusedProjection(LoraLinear(fused, site, switch))
-    for i, member in enumerate(members):
-        setattr(parent, member, FusedMember(projection, i))
-    return site
-
-
-def _pack_linears(model: PreTrainedModel) -> None:
-    # the head too: a copy, where it shares the embeddings' weight
-    for path in [path for path, _ in model.named_modules()]:
-        module = model.get_submodule(path)
-        if type(module) is nn.Linear and module.weight.numel() >= WORTH_PACKING:
-            parent_path, _, leaf = path.rpartition(".")
-            setattr(model.get_submodule(parent_path), leaf, PackedLinear(module.weight, module.bias))

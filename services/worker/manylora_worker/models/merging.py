@@ -33,10 +33,12 @@ from manylora_worker.models.checkpoint import (
     without_adapter,
 )
 from manylora_worker.models.digest import model_digest
+from manylora_worker.models.experts import expert_linear, find_experts, merge_stacks
 from manylora_worker.models.rope import base_rope, stretch
 from manylora_worker.weights.layout import VectorKind
 from manylora_worker.weights.peft_config import ModuleMatcher, PatternTimeout, Problems, parse_settings
 from manylora_worker.weights.source import parse_key
+from manylora_worker.weights.stacked import is_stack_key
 
 _MAX_RANK = 1 << 20
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".py"})
@@ -97,14 +99,22 @@ def _add(model: PreTrainedModel, config: Mapping[str, object], tensors: Mapping[
         if part is None:
             raise InvalidRequest.of(name, "is not a matrix or vector of LoRA, and cannot be merged")
         parts[path][part] = tensor
+    mixtures = find_experts(model)
+    stacks = {each.stack: each.shape for each in mixtures}
+    routers = {each.router for each in mixtures}
+    merge_stacks(model, stacks, parts, matcher)
     for path, own in sorted(parts.items()):
-        module = modules.get(path)
-        if not isinstance(module, nn.Linear | Conv1D):
+        if is_stack_key(path, stacks):
+            continue
+        module = expert_linear(model, path, stacks) or modules.get(path)
+        if not isinstance(module, nn.Linear | Conv1D) and path not in routers:
             raise InvalidRequest.of(path, "is no linear layer of this base model")
+        assert module is not None
         if module is model.get_output_embeddings() and module.weight is model.get_input_embeddings().weight:
             raise InvalidRequest.of(path, "shares its weight with the embeddings, which the adapter does not change")
         try:
-            rank, scale = matcher.rank_and_scale(path)
+            named = f"{path}.weight" if matcher.is_parameter_targeted(f"{path}.weight") else path
+            rank, scale = matcher.rank_and_scale(named)
         except PatternTimeout:
             raise InvalidRequest.of("rank_pattern", "its patterns take too long to match") from None
         _merge_biases(path, module, own, scale)
@@ -114,20 +124,21 @@ def _add(model: PreTrainedModel, config: Mapping[str, object], tensors: Mapping[
         if a is None or b is None:
             continue
         weight = module.weight.data
-        shape = weight.shape if isinstance(module, nn.Linear) else weight.shape[::-1]  # Conv1D's is [in, out]
+        is_turned = isinstance(module, Conv1D)  # its weight is [in, out]
+        shape = weight.shape[::-1] if is_turned else weight.shape
         if (b.shape[0], a.shape[1]) != tuple(shape) or not a.shape[0] == b.shape[1] == rank:
             raise InvalidRequest.of(path, f"has matrices {list(a.shape)} and {list(b.shape)}, which do not fit")
-        merged = (weight if isinstance(module, nn.Linear) else weight.T).float() + scale * (b.float() @ a.float())
+        merged = (weight.T if is_turned else weight).float() + scale * (b.float() @ a.float())
         magnitude = own.get(VectorKind.MAGNITUDE)
         if magnitude is not None:
             if magnitude.shape != shape[:1]:
                 raise InvalidRequest.of(path, f"has magnitudes {list(magnitude.shape)}, which do not fit")
             merged *= (magnitude.float() / merged.norm(dim=1))[:, None]
-        weight.copy_(merged if isinstance(module, nn.Linear) else merged.T)
+        weight.copy_(merged.T if is_turned else merged)
     return len(parts)
 
 
-def _merge_biases(path: str, module: nn.Linear | Conv1D, own: Mapping[str | VectorKind, Tensor], scale: float) -> None:
+def _merge_biases(path: str, module: nn.Module, own: Mapping[str | VectorKind, Tensor], scale: float) -> None:
     for kind in (VectorKind.BIAS, VectorKind.LOW_RANK_BIAS):
         vector = own.get(kind)
         if vector is None:

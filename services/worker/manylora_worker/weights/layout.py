@@ -35,6 +35,7 @@ class PlacedSite:
     site: int
     a: Placed
     slots: tuple[tuple[int, int, int, Placed], ...]  # (slot, first column, last column of the stacked A product, B)
+    experts: int = 0  # as the site's
 
 
 Layout = tuple[PlacedSite, ...]  # a function of the base model's sites and the adapter's ranks
@@ -114,14 +115,15 @@ class HostAdapter:
     def on(self, device: torch.device) -> DeviceAdapter:
         """On the host it shares the buffer."""
         buffer = self.buffer.to(device, non_blocking=True)
-        sites = {
-            placed.site: SiteWeights(
+        sites: dict[int, SiteWeights] = {}
+        experts: dict[int, SiteWeights] = {}
+        for placed in self.layout:
+            kept = experts if placed.experts else sites
+            kept[placed.site] = SiteWeights(
                 a_t=placed.a.of(buffer).t(),
                 slots=tuple(SlotWeights(slot, start, stop, b.of(buffer)) for slot, start, stop, b in placed.slots),
             )
-            for placed in self.layout
-        }
-        return DeviceAdapter(self.uid, sites, buffer.nbytes, self.extras.rope)
+        return DeviceAdapter(self.uid, sites, buffer.nbytes, self.extras.rope, experts=experts)
 
 
 def lay_out(sites: Sequence[Site], ranks: Mapping[str, int]) -> Layout:
@@ -152,6 +154,9 @@ def _place_site(site: Site, ranks: Mapping[str, int], start: int) -> PlacedSite 
     ranked = [(i, ranks[slot.path], slot) for i, slot in enumerate(site.slots) if slot.path in ranks]
     if not ranked:
         return None
+    if site.experts:
+        most = max(rank for _, rank, _ in ranked)
+        ranked = [(i, most, slot) for i, slot in enumerate(site.slots)]
     total_rank = sum(rank for _, rank, _ in ranked)
     a = Placed(start, total_rank, site.in_features)
     slots = []
@@ -162,4 +167,4 @@ def _place_site(site: Site, ranks: Mapping[str, int], start: int) -> PlacedSite 
         slots.append((i, column, column + rank, b))
         next_start += rank * (slot.stop - slot.start)
         column += rank
-    return PlacedSite(site.index, a, tuple(slots))
+    return PlacedSite(site.index, a, tuple(slots), site.experts)

@@ -38,6 +38,12 @@ class StoredMatrix(NamedTuple):
     rows: int
     columns: int
     first_byte: int
+    row_stride: int = 0  # elements from one row to the next; 0: `columns`
+    column_stride: int = 1
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        return self.row_stride or self.columns, self.column_stride
 
 
 class ModuleWeights(NamedTuple):
@@ -72,6 +78,7 @@ class Packing:
     dtype: torch.dtype  # the buffer's
     copies: Sequence[_Copy]
     extras: Extras = field(default_factory=Extras)
+    is_padded: bool = False  # the buffer has places that nothing is copied to, which are zero
 
     @classmethod
     def of(
@@ -86,21 +93,26 @@ class Packing:
         """modules: by path. Each belongs to a site, and its shapes fit, as those of `vectors`."""
         layout = lay_out(sites, {path: weights.a.rows for path, weights in modules.items()})
         copies: list[_Copy] = []
+        is_padded = False
         for placed in layout:
             site = sites[placed.site]
-            for slot, start, _, b in placed.slots:
-                stored_a, stored_b, scale = modules[site.slots[slot].path]
+            for slot, start, stop, b in placed.slots:
+                own = modules.get(site.slots[slot].path)
+                is_padded |= own is None or own.a.rows < stop - start
+                if own is None:
+                    continue
+                stored_a, stored_b, scale = own
                 a_start = placed.a.start + start * placed.a.columns
-                a_shape, b_shape = (stored_a.rows, placed.a.columns), (b.rows, b.columns)
+                a_shape, b_shape = (stored_a.rows, placed.a.columns), (stored_a.rows, b.columns)
                 a_first = stored_a.first_byte + site.first_input * stored_a.dtype.itemsize
-                b_first = site.slots[slot].first_output * stored_b.columns * stored_b.dtype.itemsize
+                b_first = site.slots[slot].first_output * stored_b.strides[0] * stored_b.dtype.itemsize
                 is_scaled_there = stored_b.dtype is dtype and _is_exact(scale, dtype)
                 copies += (
-                    _Copy(stored_a.dtype, a_shape, (stored_a.columns, 1), a_first, a_start, 1.0, True),
+                    _Copy(stored_a.dtype, a_shape, stored_a.strides, a_first, a_start, 1.0, True),
                     _Copy(
                         stored_b.dtype,
                         b_shape,
-                        (1, stored_b.columns),
+                        stored_b.strides[::-1],
                         stored_b.first_byte + b_first,
                         b.start,
                         scale,
@@ -115,11 +127,13 @@ class Packing:
             copies.append(
                 _Copy(stored.dtype, shape, (1, 1), stored.first_byte + first, found.placed.start, vector.scale, False)
             )
-        return cls(config, layout, dtype, copies, Extras(rope, placed_vectors))
+        return cls(config, layout, dtype, copies, Extras(rope, placed_vectors), is_padded)
 
     def pack(self, content: Tensor, uid: AdapterUid, allocate: Callable[[int, torch.dtype], Tensor]) -> HostAdapter:
         """content: the whole file, [bytes] uint8. allocate: see source.read_adapter."""
         buffer = allocate(elements_with(self.layout, self.extras), self.dtype)
+        if self.is_padded:
+            buffer.zero_()
         origin = buffer.storage_offset()
         wholes = {dtype: _whole(content, dtype) for dtype in {copy.dtype for copy in self.copies}}
         # In two calls for all matrices: hundreds of short ones would each wait for the interpreter, and hold up steps.

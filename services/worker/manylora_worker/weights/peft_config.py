@@ -29,7 +29,7 @@ _HONOURED = frozenset(
     {
         "alpha_pattern", "base_model_name_or_path", "bias", "exclude_modules", "init_lora_weights", "layers_pattern",
         "layers_to_transform", "lora_alpha", "lora_bias", "peft_type", "r", "rank_pattern", "rope_parameters",
-        "rope_scaling", "target_modules", "task_type", "use_dora", "use_rslora",
+        "rope_scaling", "target_modules", "target_parameters", "task_type", "use_dora", "use_rslora",
     }
 )  # fmt: skip
 _WITHOUT_EFFECT = frozenset(
@@ -45,7 +45,6 @@ _QUANTIZED = re.compile(r"(-unsloth)?-bnb-4bit$")
 _REFUSED = {
     "modules_to_save": "fully trained modules are not supported",
     "trainable_token_indices": "trained token embeddings are not supported",
-    "target_parameters": "LoRA on bare parameters is not supported",
     "layer_replication": "replicated layers are not supported",
     "alora_invocation_tokens": "activated LoRA is not supported",
     "use_qalora": "QA-LoRA is not supported",
@@ -70,6 +69,7 @@ class LoraSettings:
     use_dora: bool = False
     lora_bias: bool = False
     trains_biases: bool = False  # of the base model
+    target_parameters: tuple[str, ...] = ()  # weights, by the end of their names
 
     @property
     def has_vectors(self) -> str:
@@ -103,6 +103,7 @@ class ModuleMatcher:
         self._deadline = time.monotonic() + PATTERN_BUDGET_S
         self._targeted = frozenset(settings.target_modules)
         self._excluded = frozenset(settings.exclude_modules)
+        self._parameters = frozenset(settings.target_parameters)
 
     def is_targeted(self, path: str, *, is_linear: bool) -> bool:
         """Whether peft would put an adapter on the module. is_linear: a linear layer other than the head."""
@@ -119,6 +120,9 @@ class ModuleMatcher:
         if path in self._targeted:
             return True
         return _is_named(path, self._targeted) and self._is_layer_wanted(path)
+
+    def is_parameter_targeted(self, name: str) -> bool:
+        return _is_named(name, self._parameters)
 
     def rank_and_scale(self, path: str) -> tuple[int, float]:
         """The scale is alpha / r, or alpha / sqrt(r) with rsLoRA."""
@@ -189,6 +193,9 @@ def parse_settings(
     flags = {name: _flag(config, name, problems) for name in ("use_rslora", "use_dora", "lora_bias")}
     bias = _bias(config, flags, problems)
     targets = _names_or_pattern(config, "target_modules", patterns, problems)
+    parameters = _parameters(config, problems)
+    if targets is None and parameters:
+        targets = ()
     if targets is None:
         problems.add("target_modules", "must name modules, or be a pattern or 'all-linear'")
     excludes = _names_or_pattern(config, "exclude_modules", patterns, problems)
@@ -209,7 +216,16 @@ def parse_settings(
         exclude_modules=excludes or (),
         layers_to_transform=layers,
         layers_pattern=layers_pattern,
+        target_parameters=parameters,
     )
+
+
+def _parameters(config: Mapping[str, Any], problems: Problems) -> tuple[str, ...]:
+    value = config.get("target_parameters") or []
+    if isinstance(value, list) and len(value) <= MAX_NAMES and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    problems.add("target_parameters", f"must be a list of names, {MAX_NAMES} at most")
+    return ()
 
 
 def _check_identity(config: Mapping[str, Any], base_names: Sequence[str], problems: Problems) -> None:

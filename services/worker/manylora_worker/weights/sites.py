@@ -4,6 +4,10 @@
 # its *slots*: slot i makes the columns [start, stop) of the output. An adapter has A stacked over a site's slots and
 # one B a slot, scaled by alpha / r already. Nothing is padded to a common rank. With tensor parallelism a rank has its
 # share of a layer's outputs (B is cut, A whole) or of its inputs (A is cut, B whole).
+#
+# The experts of a layer are one site a projection, whose slots are those of expert 0, then those of expert 1, and so
+# on. No product makes all of its columns: a row computes those of the experts that it goes to. There, and only there,
+# ranks are padded: all slots of an adapted site have the adapter's largest rank in it.
 
 from __future__ import annotations
 
@@ -29,6 +33,25 @@ class Site:
     in_features: int
     slots: tuple[Slot, ...]
     first_input: int = 0  # of the layers' inputs, of which there are `in_features` here
+    experts: int = 0  # 0: it is one product
+
+    @property
+    def slots_an_expert(self) -> int:
+        return len(self.slots) // self.experts
+
+    @property
+    def expert_columns(self) -> int:
+        return self.slots[-1].stop // self.experts
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """Of a layer's experts: `gate_up_proj` [experts, 2 * width, hidden] and `down_proj` [experts, hidden, width]."""
+
+    experts: int
+    hidden: int
+    width: int
+    top_k: int  # that a row goes to
 
 
 @dataclass(frozen=True)
@@ -83,6 +106,7 @@ class DeviceAdapter:
     size_bytes: int
     rope: RopeScaling | None = None
     columns: Mapping[int, tuple[SlotColumns, ...]] = field(default_factory=dict)  # by site index
+    experts: Mapping[int, SiteWeights] = field(default_factory=dict)  # as `sites`, of layers' experts
 
     num_sites: int = field(init=False)
     num_slots: int = field(init=False)  # over all sites
@@ -100,7 +124,7 @@ class DeviceAdapter:
         )
 
     def weights(self) -> Iterator[Tensor]:
-        for site in self.sites.values():
+        for site in (*self.sites.values(), *self.experts.values()):
             yield site.a_t
             yield from (slot.b for slot in site.slots)
         for slots in self.columns.values():

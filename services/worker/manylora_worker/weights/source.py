@@ -43,10 +43,12 @@ from manylora_worker.weights.peft_config import (
     Problems,
     parse_settings,
 )
-from manylora_worker.weights.sites import Site
+from manylora_worker.weights.sites import ExpertShape, Site
+from manylora_worker.weights.stacked import DOWN, GATE_UP, Stack, is_stack_key, stacks_of
 
 PICKLE_NAME = "adapter_model.bin"
-MAX_HEADER_BYTES = 2 << 20
+MAX_HEADER_BYTES = 2 << 20  # or as many as the model's linear layers take, if that is more
+_HEADER_BYTES_A_LAYER = 512
 MAX_TENSORS = 4096  # or four for each of the model's linear layers, if that is more
 _COMMAS_A_TENSOR = 5
 _MORE_COMMAS = 8192  # of the header's metadata
@@ -91,6 +93,15 @@ class AdapterBase:
     head: str = ""  # of `modules`, the output head; empty: it cannot be adapted
     biased: frozenset[str] = frozenset()  # of `modules`, those with a bias
     vectors_problem: str = ""  # why no adapter may scale or shift outputs; empty: it may
+    experts: Mapping[str, ExpertShape] = field(default_factory=dict)  # path -> of each layer's, whose are in `modules`
+
+    @property
+    def max_header_bytes(self) -> int:
+        return max(MAX_HEADER_BYTES, _HEADER_BYTES_A_LAYER * len(self.modules))
+
+    def is_of_expert(self, path: str) -> bool:
+        stack, _, _ = path.rpartition(".")
+        return stack.rpartition(".")[0] in self.experts
 
 
 @dataclass(frozen=True)
@@ -253,8 +264,8 @@ def _open_weights(
             problems.add(WEIGHTS_NAME, f"has {stream.plain_bytes} bytes; the limit is {limits.max_file_bytes}")
             return None
         header_bytes = int.from_bytes(stream.read(LENGTH_BYTES), "little")
-        if header_bytes > MAX_HEADER_BYTES:
-            problems.add(WEIGHTS_NAME, f"its header has {header_bytes} bytes; the limit is {MAX_HEADER_BYTES}")
+        if header_bytes > base.max_header_bytes:
+            problems.add(WEIGHTS_NAME, f"its header has {header_bytes} bytes; the limit is {base.max_header_bytes}")
             return None
         weights = _WeightFile(stream, stream.plain_bytes, stream.read(header_bytes))
         # Counted before anything is parsed: each tensor opens a brace, beside the header and its metadata.
@@ -291,18 +302,18 @@ def _check(
     tensors = None if weights is None else _tensors_of(weights, problems)
     if settings is not None and settings.has_vectors and base.vectors_problem:
         problems.add(settings.has_vectors, base.vectors_problem)
-    scales, vectors = ({}, {}) if tensors is None else _check_tensors(tensors, settings, base, problems)
+    found = _Found({}, {}, {}) if tensors is None else _check_tensors(tensors, settings, base, problems)
     if problems.violations:
         return None
     assert config is not None
     assert tensors is not None
-    modules = {}
-    for path, scale in scales.items():
+    modules = dict(found.stacked)
+    for path, scale in found.scales.items():
         a, b = (tensors[f"{KEY_PREFIX}{path}.lora_{matrix}.weight"].stored for matrix in _MATRICES.values())
         modules[path] = ModuleWeights(a, b, scale)
     placed = [
-        ModuleVector(path, kind, tensors[key].stored, scales[path] if kind is VectorKind.LOW_RANK_BIAS else 1.0)
-        for (path, kind), key in sorted(vectors.items())
+        ModuleVector(path, kind, tensors[key].stored, found.scales[path] if kind is VectorKind.LOW_RANK_BIAS else 1.0)
+        for (path, kind), key in sorted(found.vectors.items())
     ]
     return Packing.of(config, modules, base.sites, base.dtype, rope, placed)
 
@@ -359,13 +370,19 @@ def _lies_in(data_bytes: int, entry: Mapping[str, Any]) -> bool:
     )
 
 
+@dataclass(frozen=True)
+class _Found:
+    scales: Mapping[str, float]  # by path
+    vectors: Mapping[tuple[str, VectorKind], str]  # their keys
+    stacked: Mapping[str, ModuleWeights]  # by path, of experts whose weights stand in stacks
+
+
 def _check_tensors(
     tensors: Mapping[str, _TensorInfo], settings: LoraSettings | None, base: AdapterBase, problems: Problems
-) -> tuple[dict[str, float], dict[tuple[str, VectorKind], str]]:
-    """Every tensor belongs to a targeted module, every targeted module has both, all shapes fit. The scales are by
-    path, the keys of vectors by path and kind.
-    """
+) -> _Found:
+    """Every tensor belongs to a targeted module, every targeted module has both, all shapes fit."""
     found: dict[str, dict[str, _TensorInfo]] = defaultdict(dict)
+    stacks: dict[str, dict[str, _TensorInfo]] = defaultdict(dict)
     vectors: dict[tuple[str, VectorKind], str] = {}
     for key, info in sorted(tensors.items()):
         path, matrix = parse_key(key)
@@ -380,21 +397,72 @@ def _check_tensors(
             problems.add(key, "adapts the embeddings or the output head, which is not supported")
         elif any(path.startswith(f"{part}.") for part in base.left_out):
             continue
+        elif is_stack_key(path, base.experts):
+            stacks[path][matrix] = info
         elif path not in base.modules:
             problems.add(key, f"the base model has no linear layer {path}")
         else:
             found[path][matrix] = info
-    for path, matrices in found.items():
+    for path, matrices in (found | stacks).items():
         for absent in sorted({"A", "B"} - set(matrices)):
             problems.add(f"{KEY_PREFIX}{path}.lora_{absent}.weight", "missing: its partner is there")
     if settings is not None:
         try:
-            scales = _check_targets(found, ModuleMatcher(settings), base, problems)
+            matcher = ModuleMatcher(settings)
+            scales = _check_targets(found, matcher, base, problems)
+            stacked = _check_stacks(stacks, matcher, base, problems)
+            _check_parameters(settings, base, problems)
             _check_vectors(vectors, tensors, scales, settings, base, problems)
-            return scales, vectors
+            return _Found(scales, vectors, stacked)
         except PatternTimeout:
             problems.add("target_modules", "its patterns take too long to match")
-    return {}, {}
+    return _Found({}, {}, {})
+
+
+def _check_stacks(
+    found: Mapping[str, Mapping[str, _TensorInfo]], matcher: ModuleMatcher, base: AdapterBase, problems: Problems
+) -> dict[str, ModuleWeights]:
+    """found: by the paths of keys. By the path of each expert's linear layers."""
+    modules: dict[str, ModuleWeights] = {}
+    stacks = list(_stacks(matcher, base))
+    for key in sorted(found.keys() - {stack.key for stack in stacks}):
+        problems.add(f"{KEY_PREFIX}{key}", "has weights, but target_parameters does not target it")
+    bare = [stack.name for stack in stacks if stack.key not in found]
+    if bare:
+        problems.add("target_parameters", f"targets {_some(bare)}, for which {WEIGHTS_NAME} has no weights")
+    for stack in stacks:
+        own = found.get(stack.key, {})
+        rank, scale = matcher.rank_and_scale(stack.name)
+        fit = [_has_shape(stack.key, own.get(each), each, stack.matrix_shape(each, rank), problems) for each in "AB"]
+        if own.keys() == {"A", "B"} and all(fit):
+            modules.update(stack.modules(own["A"].stored, own["B"].stored, rank, scale))
+    return modules
+
+
+def _stacks(matcher: ModuleMatcher, base: AdapterBase) -> Iterator[Stack]:
+    for path, shape in base.experts.items():
+        names = [each for each in (GATE_UP, DOWN) if matcher.is_parameter_targeted(f"{path}.{each}")]
+        yield from stacks_of(path, shape, names)
+
+
+def _has_shape(path: str, info: _TensorInfo | None, matrix: str, shape: tuple[int, int], problems: Problems) -> bool:
+    if info is None or info.shape == shape:
+        return True
+    key = f"{KEY_PREFIX}{path}.lora_{matrix}.weight"
+    problems.add(key, f"has shape {list(info.shape)}, but {list(shape)} fits its rank and the base model")
+    return False
+
+
+def _check_parameters(settings: LoraSettings, base: AdapterBase, problems: Problems) -> None:
+    """Each name is that of a weight which can be adapted."""
+    if not settings.target_parameters:
+        return
+    weights = {f"{path}.weight" for path in base.modules if not base.is_of_expert(path)}
+    weights |= {f"{path}.{name}" for path in base.experts for name in (GATE_UP, DOWN)}
+    ends = {name[at:] for name in weights for at in (0, *(i + 1 for i, c in enumerate(name) if c == "."))}
+    unknown = sorted(set(settings.target_parameters) - ends)
+    if unknown:
+        problems.add("target_parameters", f"{_some(unknown)}: no weight of a linear layer or of experts")
 
 
 def _check_vectors(
@@ -419,6 +487,8 @@ def _check_vectors(
             problems.add(key, f"is there, but {name} does not say so")
         elif path == base.head:
             problems.add(key, "scales or shifts the output head, which is not served")
+        elif base.is_of_expert(path):
+            problems.add(key, "scales or shifts the outputs of an expert, which is not served")
         elif path not in paths:
             problems.add(
                 key, "belongs to a layer without LoRA" if kind is not VectorKind.BIAS else "its layer has none"
@@ -437,14 +507,19 @@ def _check_targets(
     found: Mapping[str, Mapping[str, _TensorInfo]], matcher: ModuleMatcher, base: AdapterBase, problems: Problems
 ) -> dict[str, float]:
     scales: dict[str, float] = {}
-    targeted = [path for path in base.modules if matcher.is_targeted(path, is_linear=path != base.head)]
+    by_weight = {
+        path for path in base.modules if matcher.is_parameter_targeted(f"{path}.weight") and not base.is_of_expert(path)
+    }
+    targeted = [
+        path for path in base.modules if path in by_weight or matcher.is_targeted(path, is_linear=path != base.head)
+    ]
     heads = [path for path in sorted(base.head_modules) if matcher.is_targeted(path, is_linear=False)]
     others = [path for path in sorted(base.other_modules) if matcher.is_targeted(path, is_linear=False)]
     if heads:
         problems.add("target_modules", f"targets {_some(heads)}: embeddings and the output head cannot be adapted")
     if others:
         problems.add("target_modules", f"targets {_some(others)}, not a linear layer")
-    if not targeted:
+    if not targeted and not any(_stacks(matcher, base)):
         problems.add("target_modules", "matches no linear layer of the base model")
     bare = [path for path in targeted if path not in found]
     if bare:
@@ -454,13 +529,10 @@ def _check_targets(
         if path not in wanted:
             problems.add(f"{KEY_PREFIX}{path}", "has weights, but target_modules does not target it")
             continue
-        rank, scales[path] = matcher.rank_and_scale(path)
+        rank, scales[path] = matcher.rank_and_scale(f"{path}.weight" if path in by_weight else path)
         in_features, out_features = base.modules[path]
         for matrix, shape in (("A", (rank, in_features)), ("B", (out_features, rank))):
-            info = matrices.get(matrix)
-            if info is not None and info.shape != shape:
-                key = f"{KEY_PREFIX}{path}.lora_{matrix}.weight"
-                problems.add(key, f"has shape {list(info.shape)}, but {list(shape)} fits its rank and the base model")
+            _has_shape(path, matrices.get(matrix), matrix, shape, problems)
     return scales
 
 

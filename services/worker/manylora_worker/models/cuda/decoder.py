@@ -23,7 +23,7 @@ from manylora_worker.models.cuda.kernels.gemm import MOST_SPLIT_ROWS, MOST_SPLIT
 from manylora_worker.models.cuda.kernels.lora import LoraRows, low_rank_columns, num_chunks, shrink, shrink_splits
 from manylora_worker.models.cuda.kernels.lora_tiles import FEWEST_ROWS, MOST_ROWS, LoraTiles
 from manylora_worker.models.cuda.kernels.rotate import rotate_store, row_angles
-from manylora_worker.models.decoder_weights import DecoderWeights, Projection
+from manylora_worker.models.decoder_weights import DecoderWeights, DenseMlp, MixtureMlp, Projection
 from manylora_worker.models.ranks.cuts import SharedHead
 
 MAX_SPLITS = 32
@@ -71,8 +71,11 @@ class _Sizes:
     def of(cls, weights: DecoderWeights, *, lora_chunks: int, max_rows: int, max_decode_rows: int) -> _Sizes:
         first = weights.layers[0]
         shape = first.attention
-        out_features = [p.out_features for p in (first.qkv, first.o, first.gate_up)]
-        widths = {p.in_features for p in (first.qkv, first.o, first.down)}
+        dense = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, DenseMlp)]
+        gate_up = max((mlp.gate_up.out_features for mlp in dense), default=0)
+        gated = max((mlp.down.in_features for mlp in dense), default=0)
+        out_features = [first.qkv.out_features, first.o.out_features, gate_up]
+        widths = {first.qkv.in_features, first.o.in_features, gated} - {0}
         most = max(shrink_splits(width, rows) * rows for width in widths for rows in range(1, max_rows + 1))
         rows = {} if weights.group is None else _head_rows(weights, weights.group.size, max_decode_rows)
         if weights.group is not None:
@@ -86,8 +89,8 @@ class _Sizes:
                 "qkv": (max_rows, first.qkv.out_features),
                 "q": (max_rows, shape.num_heads * shape.head_dim),
                 "attended": (max_rows, shape.num_heads * shape.head_dim),
-                "gate_up": (max_rows, first.gate_up.out_features),
-                "gated": (max_rows, first.down.in_features),
+                "gate_up": (max_rows, gate_up),
+                "gated": (max_rows, gated),
                 "logits": (max_decode_rows, weights.vocab_size),
                 "lora": (min(max_rows, MOST_ROWS), max(first.qkv.out_features, first.o.out_features)),
             },
@@ -203,13 +206,19 @@ class Decoder:
             self._attend(i, q, attended, step)
             product, lora = self._summed(layer.o, attended, delta, step)
             self._norm(product, residual, normed, layer.attention_post_norm, layer.ffn_norm, step, lora)
-            gated = self._gated[:rows]
-            gate_up, lora = self._product(layer.gate_up, normed, self._gate_up[:rows], step, expands=False)
-            self._gate(layer.gate_up, gate_up, gated, step, lora)
-            product, lora = self._summed(layer.down, gated, delta, step)
+            product, lora = self._mlp(layer.mlp, normed, delta, step)
             is_last = i + 1 == len(weights.layers)
             next_norm = weights.final_norm if is_last else weights.layers[i + 1].input_norm
             self._norm(product, residual, normed, layer.ffn_post_norm, next_norm, step, lora)
+
+    def _mlp(
+        self, mlp: DenseMlp | MixtureMlp, normed: Tensor, delta: Tensor, step: DeviceStep
+    ) -> tuple[Tensor, LoraRows | None]:
+        assert isinstance(mlp, DenseMlp)
+        gated = self._gated[: step.rows]
+        gate_up, lora = self._product(mlp.gate_up, normed, self._gate_up[: step.rows], step, expands=False)
+        self._gate(mlp.gate_up, gate_up, gated, step, lora)
+        return self._summed(mlp.down, gated, delta, step)
 
     def head(self, step: DeviceStep) -> Tensor:
         """As `forward`, of the step whose layers ran last."""

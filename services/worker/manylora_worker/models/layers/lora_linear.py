@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from manylora_shared.ids import AdapterUid
@@ -25,6 +25,7 @@ class LoraBatch(Protocol):
 class LoraSwitch:
     def __init__(self) -> None:
         self.batch: LoraBatch | None = None  # None: no row of the step has an adapter
+        self.experts: Any = None  # mixture.ExpertLora: of rows whose adapters change experts; None: there are none
 
 
 class LoraLinear(nn.Module):

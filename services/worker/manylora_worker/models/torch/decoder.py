@@ -18,12 +18,15 @@ from manylora_worker.models.decoder_weights import (
     AttentionShape,
     DecoderLayer,
     DecoderWeights,
+    DenseMlp,
+    MixtureMlp,
     Projection,
     read_decoder,
 )
 from manylora_worker.models.layers.attention import STEP_KEYWORD, AttentionStep, PrefillRows
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.layers.lora_linear import Segment
+from manylora_worker.models.layers.mixture import chosen_experts
 from manylora_worker.models.loader import LoadedModel
 
 _LOG = logging.getLogger(__name__)
@@ -94,8 +97,7 @@ class _Layer:
 
     qkv: _Product
     o: _Product
-    gate_up: _Product
-    down: _Product
+    mlp: Callable[[Tensor], Tensor]
     input_norm: Tensor | None
     attention_post_norm: Tensor | None
     ffn_norm: Tensor | None
@@ -129,7 +131,7 @@ class TorchDecoder:
             if layer.attention_post_norm is not None:
                 product = self._norm(product, layer.attention_post_norm)
             residual.add_(product)
-            product = layer.down(self._gate(layer.gate_up(self._normed(residual, layer.ffn_norm))))
+            product = layer.mlp(self._normed(residual, layer.ffn_norm))
             if layer.ffn_post_norm is not None:
                 product = self._norm(product, layer.ffn_post_norm)
             residual.add_(product)
@@ -170,9 +172,10 @@ class TorchDecoder:
         )
         return attended.flatten(1)
 
-    def _gate(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, 1)
-        return _ACTIVATIONS[self._weights.activation](gate).mul_(up)
+    def _mlp(self, mlp: DenseMlp | MixtureMlp) -> Callable[[Tensor], Tensor]:
+        if isinstance(mlp, MixtureMlp):
+            return partial(_mixture, _Product(mlp.router), mlp)
+        return partial(_dense, _Product(mlp.gate_up), _Product(mlp.down), _ACTIVATIONS[self._weights.activation])
 
     def _normed(self, residual: Tensor, weight: Tensor | None) -> Tensor:
         return residual if weight is None else self._norm(residual, weight)
@@ -194,8 +197,7 @@ class TorchDecoder:
         return _Layer(
             qkv=_Product(layer.qkv),
             o=_Product(layer.o),
-            gate_up=_Product(layer.gate_up),
-            down=_Product(layer.down),
+            mlp=self._mlp(layer.mlp),
             input_norm=_optional(layer.input_norm, self._norm_weight),
             attention_post_norm=_optional(layer.attention_post_norm, self._norm_weight),
             ffn_norm=_optional(layer.ffn_norm, self._norm_weight),
@@ -210,6 +212,17 @@ class TorchDecoder:
 
     def _norm_weight(self, weight: Tensor) -> Tensor:
         return weight.detach().float() + (1.0 if self._weights.norm_weight_plus_one else 0.0)
+
+
+def _dense(gate_up: _Product, down: _Product, activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    gate, up = gate_up(x).chunk(2, 1)
+    return down(activation(gate).mul_(up))
+
+
+def _mixture(router: _Product, mlp: MixtureMlp, x: Tensor) -> Tensor:
+    shares, experts = chosen_experts(router(x), mlp.top_k, normalizes=mlp.normalizes)
+    result: Tensor = mlp.experts(x, experts, shares)
+    return result
 
 
 def trusted_weights(loaded: LoadedModel) -> DecoderWeights | None:

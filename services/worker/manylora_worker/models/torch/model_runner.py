@@ -25,6 +25,7 @@ from manylora_worker.models.layers.attention import STEP_KEYWORD
 from manylora_worker.models.layers.host_kv import TensorHostKv
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.layers.lora_linear import LoraPlanner
+from manylora_worker.models.layers.mixture import ExpertLora
 from manylora_worker.models.layers.prompt_scores import answers, score
 from manylora_worker.models.loader import LoadedModel
 from manylora_worker.models.merged_weights import MergedWeights
@@ -144,6 +145,7 @@ class TorchModelRunner:
         """What gives rows their logits."""
         loaded = self._loaded
         loaded.switch.batch = self._planner.plan(inputs.segments, inputs.num_rows, loaded.device)
+        loaded.switch.experts = ExpertLora(inputs.segments) or None
         try:
             if self._decoder is not None:
                 scaled = self._scaled_rows(self._decoder, inputs)
@@ -153,7 +155,7 @@ class TorchModelRunner:
             else:
                 yield self._passed_by_transformers(inputs)
         finally:
-            loaded.switch.batch = None
+            loaded.switch.batch = loaded.switch.experts = None
 
     def _scaled_rows(self, decoder: TorchDecoder, inputs: StepInputs) -> ScaledRows | None:
         scaled = [(segment, segment.adapter.rope) for segment in inputs.segments if segment.adapter.rope is not None]

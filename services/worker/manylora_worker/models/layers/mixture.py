@@ -1,0 +1,114 @@
+"""A layer's experts, of which each token goes to a few, with each row's own LoRA on them.
+
+The modules take and give what transformers' take and give, so its blocks and our decoders use them alike.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from manylora_worker.models.layers.lora_linear import LoraLinear, LoraSwitch, Segment
+from manylora_worker.weights.sites import Site
+
+
+class ExpertLora:
+    """Of a step's rows. An infinity or a NaN stays in its row, as in lora_linear.py."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._parts = [
+            (segment.first_row, segment.last_row, adapter, weight)
+            for segment in segments
+            for adapter, weight in ((segment.adapter, segment.weight), *segment.others)
+            if adapter.experts
+        ]
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def add(self, site: Site, expert: int, rows: Sequence[int], inputs: Tensor, outputs: Tensor) -> None:
+        """rows: of the step, in order, which go to the expert. outputs: changed in place."""
+        count, first_column = site.slots_an_expert, expert * site.expert_columns
+        for first_row, last_row, adapter, weight in self._parts:
+            first, last = bisect_left(rows, first_row), bisect_left(rows, last_row)
+            weights = adapter.experts.get(site.index)
+            if first == last or weights is None:
+                continue
+            for own in weights.slots[expert * count : (expert + 1) * count]:
+                slot = site.slots[own.slot]
+                low_rank = torch.mm(inputs[first:last], weights.a_t[:, own.start : own.stop])
+                columns = outputs[first:last, slot.start - first_column : slot.stop - first_column]
+                columns.addmm_(low_rank, own.b, alpha=weight)
+
+
+class LoraExperts(nn.Module):
+    """gate_up: [experts, 2 * width, hidden], the gate's rows first. down: [experts, hidden, width]. sites: theirs."""
+
+    def __init__(
+        self,
+        gate_up: nn.Parameter,
+        down: nn.Parameter,
+        activation: Callable[[Tensor], Tensor],
+        sites: tuple[Site, Site],
+        switch: LoraSwitch,
+    ) -> None:
+        super().__init__()
+        self.gate_up, self.down = gate_up, down
+        self.activation = activation
+        self.sites = sites
+        self.switch = switch
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """x: [rows, hidden]; experts, weights: [rows, experts of a row], each at most once."""
+        result = torch.zeros_like(x)
+        chosen = experts.flatten()
+        order = torch.argsort(chosen, stable=True)
+        shares = weights.flatten()[order, None]
+        rows = order // experts.shape[1]
+        counts: list[int] = torch.bincount(chosen, minlength=len(self.gate_up)).tolist()
+        lora: ExpertLora | None = self.switch.experts
+        gate_up_site, down_site = self.sites
+        start = 0
+        for expert, count in enumerate(counts):
+            if not count:
+                continue
+            own = rows[start : start + count]
+            inputs, told = x[own], own.tolist() if lora is not None else ()
+            both = F.linear(inputs, self.gate_up[expert])
+            if lora is not None:
+                lora.add(gate_up_site, expert, told, inputs, both)
+            gate, up = both.chunk(2, 1)
+            gated = self.activation(gate) * up
+            outputs = F.linear(gated, self.down[expert])
+            if lora is not None:
+                lora.add(down_site, expert, told, gated, outputs)
+            result.index_add_(0, own, outputs * shares[start : start + count])
+            start += count
+        return result
+
+
+class LoraRouter(nn.Module):
+    """Which experts a row goes to, and their shares: the greatest of a softmax, in float32."""
+
+    def __init__(self, linear: LoraLinear, top_k: int, *, normalizes: bool) -> None:
+        super().__init__()
+        self.linear = linear
+        self.top_k = top_k
+        self.normalizes = normalizes
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x: [rows, hidden] -> logits [rows, experts], shares and experts [rows, top_k]."""
+        logits = self.linear(x)
+        return logits, *chosen_experts(logits, self.top_k, normalizes=self.normalizes)
+
+
+def chosen_experts(logits: Tensor, top_k: int, *, normalizes: bool) -> tuple[Tensor, Tensor]:
+    """Their shares, and which they are, [rows, top_k] each."""
+    shares, experts = torch.topk(logits.softmax(-1, dtype=torch.float32), top_k, dim=-1)
+    if normalizes:
+        shares = shares / shares.sum(-1, keepdim=True)
+    return shares.to(logits.dtype), experts

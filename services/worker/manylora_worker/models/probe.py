@@ -1,0 +1,114 @@
+"""What a base model hands to its attention: one pass in which a recorder stands in for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from manylora_worker.models.checkpoint import ModelRefused
+from manylora_worker.models.layers.attention import STEP_KEYWORD
+from manylora_worker.models.layers.kv_cache import KvGeometry
+
+_ATTENTION_KEYWORDS_WITHOUT_EFFECT = frozenset({"position_ids", "use_cache", "cache_position", "position_embeddings"})
+
+
+@dataclass(frozen=True)
+class AttentionTraits:
+    """What a layer hands to its attention beside the tensors."""
+
+    num_heads: int
+    scaling: float | None
+    sliding_window: int | None
+    softcap: float | None
+    rotates: bool  # whether a position changes what is attended to
+
+
+@dataclass
+class _Recorder:
+    """Stands in for the attention in the probing pass. See attention.Attends."""
+
+    # layer -> (kv heads, key head dim, value head dim)
+    layers: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    traits: dict[int, AttentionTraits] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        sliding_window: int | None,
+        softcap: float | None,
+        others: dict[str, Any],
+    ) -> Tensor:
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int) or layer in self.layers:
+            self.problems.append(f"attention of {type(module).__name__} has no layer index of its own")
+            layer = -len(self.problems)
+        if not getattr(module, "is_causal", True):
+            self.problems.append(f"{type(module).__name__} attends in both directions")
+        effective = {k: v for k, v in others.items() if k not in _ATTENTION_KEYWORDS_WITHOUT_EFFECT}
+        strange = sorted(k for k, v in effective.items() if isinstance(v, Tensor) or v)
+        if strange:
+            self.problems.append(f"its attention uses {', '.join(strange)}, which is not supported")
+        self.layers[layer] = (key.shape[1], key.shape[3], value.shape[3])
+        self.traits[layer] = AttentionTraits(query.shape[1], scaling, sliding_window, softcap, _rotates(key))
+        _, num_heads, num_rows, _ = query.shape
+        return query.new_zeros(1, num_rows, num_heads, value.shape[3])
+
+
+def _rotates(key: Tensor) -> bool:
+    """key: [1, kv_heads, 2, head_dim], of one token at two positions."""
+    here, there = key[0, :, 0].float(), key[0, :, 1].float()
+    return bool((here - there).norm() > 1e-2 * here.norm()) or not here.any()
+
+
+@dataclass(frozen=True)
+class Probe:
+    kv: KvGeometry
+    vocab_size: int
+    attention_traits: Sequence[AttentionTraits]
+
+
+def probe(model: PreTrainedModel) -> Probe:
+    """Raises ModelRefused."""
+    recorder = _Recorder()
+    label = f"{type(model).__name__}"
+    try:
+        with torch.inference_mode():
+            output = model(
+                # not 0: an embedding of padding may be zeroes, which no position changes
+                input_ids=torch.full((1, 2), model.config.get_text_config().vocab_size // 2, device=model.device),
+                position_ids=torch.arange(2, device=model.device)[None],
+                use_cache=False,
+                **{STEP_KEYWORD: recorder},
+            )
+    except (TypeError, KeyError, AttributeError) as error:  # its code looks into what we replaced, or drops keywords
+        raise ModelRefused(
+            f"{label}: does not work with other linear layers, or does not hand keywords on to its attention ({error})"
+        ) from error
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if sorted(recorder.layers) != list(range(num_layers)):
+        recorder.problems.append(
+            f"{len(recorder.layers)} of {num_layers} layers go through transformers' attention interface"
+        )
+    shapes = set(recorder.layers.values())
+    if len(shapes) > 1:
+        recorder.problems.append(f"key and value heads differ from layer to layer: {sorted(shapes)}")
+    elif any(key_dim != value_dim for _, key_dim, value_dim in shapes):
+        recorder.problems.append(f"keys and values have different head sizes: {sorted(shapes)}")
+    if recorder.problems:
+        raise ModelRefused(f"{label}: " + "; ".join(dict.fromkeys(recorder.problems)))
+    num_kv_heads, head_dim, _ = recorder.layers[0]
+    return Probe(
+        KvGeometry(num_layers, num_kv_heads, head_dim),
+        vocab_size=output.logits.shape[-1],
+        attention_traits=[recorder.traits[i] for i in range(num_layers)],
+    )
