@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from manylora.demo import BASE_FOLDER
-from manylora_worker.models.loader import linear_modules
+from manylora_worker.models.linears import linear_modules
 from manylora_worker.models.ranks.cuts import cut_linears
 from manylora_worker.models.ranks.group import RankGroup
 from peft import LoraConfig
