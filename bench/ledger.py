@@ -127,7 +127,7 @@ async def row_cpu_us(count: int, per_turn: int) -> float:
             prices=parse_prices(PRICES),
             max_bytes=1 << 30,
         )
-        ledger.start()
+        await ledger.start()
         began_s = time.process_time()
         for number, (opened, closed) in enumerate(rows(count)):
             ledger.open(opened, lambda: (64, 0, 100, 0, 0))

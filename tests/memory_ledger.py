@@ -50,7 +50,7 @@ class RouterLedger:
         self._whole.opened_rows.pop(row.request_id, None)
         self._whole.rows[row.request_id] = row
 
-    def start(self) -> None:
+    async def start(self) -> None:
         return
 
     async def keep_notes(self) -> None:

@@ -57,31 +57,39 @@ class PostgresServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        settings = ["-p", str(self._port), "-c", "listen_addresses=127.0.0.1", "-c", "unix_socket_directories="]
-        self._process = subprocess.Popen(
-            [str(self._programs / "postgres"), "-D", str(self._data), *settings],
-            user=self._user,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            cwd="/",
-        )
         until = time.monotonic() + 60
         while True:
+            if self._process is None or self._process.poll() is not None:  # it may find the old one's memory still held
+                self._spawn()
             try:
                 psycopg.connect(self.dsn).close()
             except psycopg.OperationalError:
-                assert time.monotonic() < until, "the server does not come up"
+                assert time.monotonic() < until, (self._data.parent / "server.log").read_text()
                 time.sleep(0.05)
             else:
                 return
+
+    def _spawn(self) -> None:
+        settings = ["-p", str(self._port), "-c", "listen_addresses=127.0.0.1", "-c", "unix_socket_directories="]
+        with (self._data.parent / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [str(self._programs / "postgres"), "-D", str(self._data), *settings],
+                user=self._user,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                cwd="/",
+            )
 
     def kill(self) -> None:
         """With all of its processes, as a loss of power would: nothing is written any more."""
         assert self._process is not None
         server = psutil.Process(self._process.pid)
-        for each in [server, *server.children(recursive=True)]:
+        server.suspend()  # or it would begin another one meanwhile
+        killed = [server, *server.children(recursive=True)]
+        for each in killed:
             with suppress(psutil.NoSuchProcess):
                 each.kill()
         self._process.wait()
+        psutil.wait_procs(killed, timeout=30)
         (self._data / "postmaster.pid").unlink(missing_ok=True)

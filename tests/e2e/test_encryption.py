@@ -95,6 +95,8 @@ async def test_nothing_of_a_tenant_is_in_any_file_and_nothing_opens_after_it(
     planted["the tenant's data key"] = theirs.secret
     planted["the same in hex"] = theirs.secret.hex().encode()
     assert found_in(data, planted) == []
+    named = {"an adapter's name": b"upper", "a key's id": key.split("-")[1].encode()}
+    await in_no_book(cluster, data, named)
     stored = [path for path in (data / "adapters").rglob("*") if path.is_file()]
     assert len(stored) >= 6  # two adapters' files, samples, reports
     assert all(path.read_bytes().startswith(MAGIC) for path in stored)
@@ -108,14 +110,16 @@ async def test_nothing_of_a_tenant_is_in_any_file_and_nothing_opens_after_it(
     async with Client(cluster.router, key=key_of(cluster)) as operator:
         assert await operator.texts.erase("ann", "acme") == 1
         assert [text async for text in operator.texts.export("acme", user="ann")] == []
+        used = await spent(operator)
         await operator.tenants.delete("acme")
         async with asyncio.timeout(30):
             while "acme" in keyring.owners:  # noqa: ASYNC110 - it hears of it a moment later, and tells nobody
                 await asyncio.sleep(0.01)
+        assert await spent(operator) == {"": used[""], "(unreadable)": used["upper"]}, "amounts stay, names go"
         await asyncio.to_thread(expect_sealed, keyring, copy)
         rotated = await operator.encryption.rotate()
-        assert (rotated.rewrapped, rotated.forgotten) == (1, True)
-        assert dict((await operator.encryption.get()).data_keys) == {rotated.wrapped_by: 1}
+        assert (rotated.rewrapped, rotated.forgotten) == (2, True)  # birch, and the cluster
+        assert dict((await operator.encryption.get()).data_keys) == {rotated.wrapped_by: 2}
     # Somebody kept a copy of etcd from before, and has all keys that are left.
     record = DataKeyRecord.stored(before)
     await store.put(before.key, record.to_json())
@@ -129,6 +133,30 @@ async def test_nothing_of_a_tenant_is_in_any_file_and_nothing_opens_after_it(
     for each, its in ((keyring, store), (later, again)):
         await each.close()
         await its.close()
+
+
+async def in_no_book(cluster: LocalCluster, data: Path, named: dict[str, bytes]) -> None:
+    """Of ledger and audit log, which an operator reads."""
+    async with Client(cluster.router, key=key_of(cluster)) as operator:
+        assert "upper" in await spent(operator)
+        entries = (await operator.audit.read(last=1000)).segments
+        assert any(b"upper" in segment.data for segment in entries)
+        assert not any(b"upper" in segment.data for segment in (await operator.audit.read()).segments)
+    assert await asyncio.to_thread(found_in_books, data, named) == []
+
+
+def found_in_books(data: Path, named: dict[str, bytes]) -> list[str]:
+    """The audit log tells who acted by the key's id."""
+    books = [path for name in ("usage.sqlite*", "ledger-log/*/*", "audit/*") for path in data.glob(name)]
+    assert {path.suffix for path in books} >= {".sqlite", ".wal", ".sealed", ".jsonl"}
+    found = [(what, path) for what, text in named.items() for path in books if text in path.read_bytes()]
+    return [f"{what} in {path}" for what, path in found if what != "a key's id" or path.parent.name != "audit"]
+
+
+async def spent(operator: Client) -> dict[str, int]:
+    """Of acme, by adapter: completion tokens."""
+    sums, _ = await operator.usage.sums(["adapter"], tenant="acme")
+    return {each["adapter"]: each["completion_tokens"] for each in sums}
 
 
 def ask_as(cluster: LocalCluster, key: str, user: str, prompt: str) -> None:

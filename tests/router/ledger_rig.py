@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from manylora_router.ledger.log import Log, segment_path
+from manylora_router.ledger.sealing import LogSeals
 from manylora_router.ledger.shipping import Shipper
 from manylora_shared.ledger.frames import NoSeal, frame
 from manylora_shared.ledger.records import end_record, note_record, open_record
@@ -90,7 +91,7 @@ class Router:
         self.log = Log(
             self.root / self.name, max_bytes=1 << 30, seal=NoSeal(), standing=self._standing, segment_bytes=SEGMENT
         )
-        self.shipper = Shipper(self.root, self.log, self.sink, NoSeal(), lambda row: row, "unused")
+        self.shipper = Shipper(self.root, self.log, self.sink, LogSeals(None), lambda row: row, "unused")
 
     def _standing(self) -> list[Sequence[object]]:
         notes = [note_record(1.0, {each: self.noted[each]}) for each in self.running if each in self.noted]

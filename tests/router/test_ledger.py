@@ -47,7 +47,7 @@ async def _until(condition: Callable[[], object]) -> None:
 
 async def test_rows_are_priced_and_read_as_soon_as_they_are_closed(tmp_path: Path) -> None:
     ledger = _ledger(tmp_path, MemorySink(), "one")
-    ledger.start()
+    await ledger.start()
     for number in range(20):
         ledger.open(_row(number), lambda: (0, 0, 0, 0, 0))
         ledger.close(_row(number, completion_tokens=2_000_000))
@@ -72,7 +72,7 @@ async def test_what_ran_when_the_router_died_is_lost_with_its_notes(tmp_path: Pa
         dead._log.sync()
     dead._log.abandon()
     ledger = _ledger(tmp_path, sink, "next")
-    ledger.start()
+    await ledger.start()
     await _until(lambda: len(sink.rows) == 199)
     lost = sink.rows["r1"]
     assert (lost.outcome, lost.prompt_tokens, lost.completion_tokens, lost.price_nanos) == (LOST, 5, 9, 9000)
@@ -86,7 +86,7 @@ async def test_a_sink_that_is_down_holds_nobody_up_until_the_disk_cap(tmp_path: 
     sink.rng = random.Random(1)
     sink.rng.random = lambda: 0.01  # type: ignore[method-assign]  # it is away
     ledger = _ledger(tmp_path, sink, "one", when_full=when_full, segments=4)
-    ledger.start()
+    await ledger.start()
     number = 0
     while not ledger.is_full:
         ledger.check_room()
@@ -114,7 +114,7 @@ async def test_a_router_that_stops_leaves_what_it_could_not_send(tmp_path: Path)
     sink.rng = random.Random(1)
     sink.rng.random = lambda: 0.01  # type: ignore[method-assign]
     ledger = _ledger(tmp_path, sink, "one")
-    ledger.start()
+    await ledger.start()
     ledger.close(_row(1))
     await ledger.stop()
     assert not sink.rows

@@ -20,7 +20,7 @@ async def test_settings_become_a_ledger(tmp_path: Path) -> None:
     assert opened is not None
     ledger = opened("router-0", lambda pool: Served())
     assert [folder.name[:9] for folder in (tmp_path / "ledger-log").iterdir()] == ["router-0-"]
-    ledger.start()
+    await ledger.start()
     ledger.close(UsageRow(request_id="r", tenant="a", adapter_loads=1))
     await ledger.stop()
     (row,) = SqliteSink(tmp_path / "usage.sqlite").page(Query(), "", 9).rows

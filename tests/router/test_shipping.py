@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from ledger_rig import SEGMENT, Kept, MemorySink, Rig, Router
 from manylora_router.ledger.log import Lock, segment_path, segments_of
+from manylora_router.ledger.sealing import LogSeals
 from manylora_router.ledger.shipping import Shipper
 from manylora_shared.ledger.frames import NoSeal, frame
 from manylora_shared.ledger.records import VERSION, end_record, open_record
@@ -155,7 +156,7 @@ def test_its_thread_goes_on_when_the_sink_is_back(tmp_path: Path) -> None:
 
     sink = Away()
     router = Router(tmp_path, "router", sink)
-    shipper = Shipper(tmp_path, router.log, sink, NoSeal(), lambda row: replace(row, price_nanos=5), "ship")
+    shipper = Shipper(tmp_path, router.log, sink, LogSeals(None), lambda row: replace(row, price_nanos=5), "ship")
     dead = Router(tmp_path, "dead", sink)
     dead.log.append(open_record(_row(7)))
     dead.log.abandon()

@@ -14,7 +14,9 @@ from tempfile import mkdtemp
 import manylora_shared.transport.grpc_polling  # noqa: F401  before anything imports grpc
 from manylora.v1 import worker_pb2
 from manylora_shared.audit.log import AuditLog
+from manylora_shared.audit.sealing import EntrySeal
 from manylora_shared.audit.signing import signer_of
+from manylora_shared.encryption.names import NameSeal
 from manylora_shared.encryption.sealing import SealingKeys
 from manylora_shared.metadata import PEER_KEY
 from manylora_shared.process import loop as service_loop
@@ -69,7 +71,7 @@ def _adapter_store(config: RouterConfig, keys: SealingKeys | None) -> tuple[Adap
     return files, BucketDocuments(bucket, keys=keys)
 
 
-def _audit_log(config: RouterConfig, parts: Parts) -> AuditLog | None:
+def _audit_log(config: RouterConfig, parts: Parts, keys: SealingKeys | None) -> AuditLog | None:
     """Raises OSError, ValueError."""
     if not config.audit_log:
         _LOG.warning("no audit log is kept: --audit-log says where")
@@ -82,6 +84,7 @@ def _audit_log(config: RouterConfig, parts: Parts) -> AuditLog | None:
         parts.store,
         now_unix_s=SystemClock().now_unix_s,
         getrandbits=parts.rng.getrandbits,
+        seal=EntrySeal(NameSeal(keys)),
     )
 
 
@@ -105,13 +108,14 @@ async def build(config: RouterConfig, parts: Parts) -> RouterApp:
         rng=parts.rng,
         peer_secret=parts.peer_secret,
         tls=parts.tls,
-        audit=_audit_log(config, parts),
+        audit=_audit_log(config, parts, keyring),
         open_ledger=ledger_of(
             config.ledger,
             config.ledger_log,
             config.prices,
             max_mb=config.ledger_max_mb,
             when_full=config.ledger_when_full,
+            keys=keyring,
             getrandbits=parts.rng.getrandbits,
         ),
     )

@@ -232,11 +232,16 @@ class RouterApp:
                 peers=peers,
                 leave=self._leaving.set,
             ),
-            audit=AuditReader(self._audit.folder if self._audit is not None else None, self._store, self._others),
+            audit=self._audit_reader(),
             ledger=self.ledger,
             clock=self._clock,
             rng=self._rng,
         )
+
+    def _audit_reader(self) -> AuditReader:
+        if self._audit is None:
+            return AuditReader(None, self._store, self._others)
+        return AuditReader(self._audit.folder, self._store, self._others, self._audit.seal)
 
     def _validation(self) -> AdapterValidation:
         gate = QualityGate(
@@ -343,8 +348,12 @@ class RouterApp:
 
     async def start(self) -> None:
         """Returns when this router serves. Waits for the store as long as it takes."""
+        if self._keyring is not None:
+            await self._keyring.start(self._store)
         if self._audit is not None:
             await self._audit.start(self.router_id)
+        if self.ledger is not None:
+            await self.ledger.start()
         if self.config.operator_key_file:
             await operator_key.ensure(
                 self._store,
@@ -354,8 +363,6 @@ class RouterApp:
                 will=self._acts.own,
             )
         self.directory.start()
-        if self._keyring is not None:
-            await self._keyring.start(self._store)
         await self.directory.ready()
         self._server = await self._transport.serve(self.config.listen, self._services())
         self._tasks = [
@@ -374,7 +381,6 @@ class RouterApp:
         if self._keeper is not None:
             self._tasks.append(asyncio.create_task(self._keeper.run(), name="kept texts"))
         if self.ledger is not None:
-            self.ledger.start()
             self._tasks.append(asyncio.create_task(self.ledger.keep_notes(), name="ledger"))
             self._tasks.append(asyncio.create_task(self.budgets.run(), name="budgets"))
         if self.calls.metrics.has_readers:

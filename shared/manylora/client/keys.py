@@ -122,7 +122,7 @@ class Audit:
         self._caller = caller
 
     async def read(self, *, last: int = 0, timeout_s: float | None = None) -> AuditCopy:
-        """last: only so many entries of each chain; 0: all."""
+        """last: only so many entries of each chain, opened where they are sealed; 0: all, as they lie there."""
         self._caller.check_open()
         request = admin_pb2.ReadAuditRequest(last=last)
         stream = self._caller.stream(_ADMIN["ReadAudit"], request, timeout_s=timeout_s)
@@ -133,7 +133,8 @@ class Audit:
                     values = {each.name: getattr(head, each.name) for each in head.DESCRIPTOR.fields}
                     found.heads[head.chain] = AuditHeadRecord(**values)
                 if answer.HasField("part"):
-                    parts.setdefault((answer.part.chain, answer.part.number), bytearray()).extend(answer.part.data)
+                    part = parts.setdefault((answer.part.chain, answer.part.number), bytearray())
+                    part.extend(answer.part.shown or answer.part.data)
                 if answer.silent_router_id:
                     found.silent_router_ids.append(answer.silent_router_id)
         except RpcError as error:

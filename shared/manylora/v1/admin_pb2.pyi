@@ -625,14 +625,16 @@ class AuditHead(_message.Message):
     def __init__(self, chain: _Optional[str] = ..., seq: _Optional[int] = ..., hash: _Optional[str] = ..., service: _Optional[str] = ..., at_unix_s: _Optional[float] = ..., public_key: _Optional[str] = ..., signature: _Optional[str] = ...) -> None: ...
 
 class AuditPart(_message.Message):
-    __slots__ = ("chain", "number", "data")
+    __slots__ = ("chain", "number", "data", "shown")
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    SHOWN_FIELD_NUMBER: _ClassVar[int]
     chain: str
     number: int
     data: bytes
-    def __init__(self, chain: _Optional[str] = ..., number: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    shown: bytes
+    def __init__(self, chain: _Optional[str] = ..., number: _Optional[int] = ..., data: _Optional[bytes] = ..., shown: _Optional[bytes] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("id",)

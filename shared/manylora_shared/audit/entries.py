@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,9 +66,11 @@ class Signer:
         self._key = Ed25519PrivateKey.from_private_bytes(seed)
         self.public_key = self._key.public_key().public_bytes_raw().hex()
 
-    def line(self, chain: str, seq: int, prev: str, entry: Entry) -> bytes:
-        """With its end."""
-        body = {"chain": chain, "seq": seq, "prev": prev, **_cut(entry)}
+    def line(
+        self, chain: str, seq: int, prev: str, entry: Entry, sealed: Callable[[Entry], Entry] = lambda entry: entry
+    ) -> bytes:
+        """With its end. `sealed` gets what has been cut."""
+        body = {"chain": chain, "seq": seq, "prev": prev, **dataclasses.asdict(sealed(_cut(entry)))}
         signature = self._key.sign(_canonical(body)).hex()
         return _canonical({**body, "sig": signature}) + b"\n"
 
@@ -124,10 +127,11 @@ def _head_bytes(head: AuditHeadRecord) -> bytes:
     return _canonical({**dataclasses.asdict(head), "signature": ""})
 
 
-def _cut(entry: Entry) -> dict[str, Any]:
+def _cut(entry: Entry) -> Entry:
     told = dataclasses.asdict(entry)
     texts = {name: value[:MAX_TEXT_CHARS] for name, value in told.items() if isinstance(value, str)}
-    return told | {name: text.encode("utf-8", "replace").decode() for name, text in texts.items()}
+    cut: dict[str, Any] = {name: text.encode("utf-8", "replace").decode() for name, text in texts.items()}
+    return dataclasses.replace(entry, **cut)
 
 
 def _canonical(document: dict[str, Any]) -> bytes:

@@ -15,6 +15,7 @@ from typing import Any
 
 from manylora_shared.audit.entries import BEGAN, GENESIS, MENDED, Entry, NotALine, Signer, hash_of
 from manylora_shared.audit.files import SEGMENT_BYTES, ChainFile, Part, make_folder, parts_of
+from manylora_shared.audit.sealing import PLAIN, EntrySeal
 from manylora_shared.audit.verify import end_of
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Compare, Put, Store, StoreUnavailable
@@ -43,6 +44,7 @@ class AuditLog:
         now_unix_s: Callable[[], float],
         getrandbits: Callable[[int], int],
         segment_bytes: int = SEGMENT_BYTES,
+        seal: EntrySeal = PLAIN,
     ) -> None:
         self.folder = folder
         self._signer = signer
@@ -51,6 +53,7 @@ class AuditLog:
         self._now_unix_s = now_unix_s
         self._getrandbits = getrandbits
         self._segment_bytes = segment_bytes
+        self.seal = seal
         self._file: ChainFile | None = None
         self._seq = 0
         self._last_hash = GENESIS
@@ -191,18 +194,25 @@ class AuditLog:
         """Raises OSError, StoreUnavailable, NotAudited."""
         assert self._file is not None
         self._are_written = False
-        lines: list[bytes] = []
-        seq, last_hash = self._seq, self._last_hash
-        for entry in entries:
-            seq += 1
-            told = dataclasses.replace(entry, service=self._service)
-            lines.append(self._signer.line(self._file.chain, seq, last_hash, told))
-            last_hash = hash_of(lines[-1])
-        if lines:
-            await asyncio.to_thread(self._file.append, lines)
-            self._seq, self._last_hash = seq, last_hash
+        if entries:
+            try:
+                last_hash = await asyncio.to_thread(self._write_lines, self._file, entries)
+            except ServiceUnavailable as e:
+                raise NotAudited(f"its entries cannot be sealed: {e.message}") from e
+            self._seq, self._last_hash = self._seq + len(entries), last_hash
         self._are_written = True
         await self._tell_head()
+
+    def _write_lines(self, file: ChainFile, entries: list[Entry]) -> str:
+        """The hash of the last one. Raises OSError, ServiceUnavailable."""
+        lines: list[bytes] = []
+        last_hash = self._last_hash
+        for seq, entry in enumerate(entries, self._seq + 1):
+            told = dataclasses.replace(entry, service=self._service)
+            lines.append(self._signer.line(file.chain, seq, last_hash, told, self.seal.sealed))
+            last_hash = hash_of(lines[-1])
+        file.append(lines)
+        return last_hash
 
     async def _tell_head(self) -> None:
         assert self._file is not None

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from manylora_shared.errors import ServiceUnavailable
+from manylora_shared.errors import ServiceUnavailable, Unready
 from manylora_shared.ledger.compute import Served
-from manylora_shared.ledger.frames import NoSeal, Seal
 from manylora_shared.ledger.prices import NO_PRICES, PriceList
 from manylora_shared.ledger.records import end_record, note_record, open_record
 from manylora_shared.ledger.row import UsageRow
@@ -23,11 +22,14 @@ from manylora_shared.ledger_sinks.base import Page, Sink
 from manylora_shared.process.clock import WallClock
 
 from manylora_router.ledger.log import SEGMENT_BYTES, Log, remove_folder
+from manylora_router.ledger.sealing import LogSeals
 from manylora_router.ledger.shipping import Shipper, ShippingCounts
 from manylora_router.metrics import RouterMetrics
 
 _LOG = logging.getLogger(__name__)
 NOTE_S = 1.0
+TURN_S = 600.0  # rows that were sent go from the log's disk in about so long, and those of deleted tenants with them
+_RETRY_S = 1.0
 _NOTES = 256  # in a record, and in a turn of the event loop
 _FLUSH_S = 1.0
 _CLOSE_S = 5.0
@@ -60,7 +62,7 @@ class Ledger:
         prices: PriceList = NO_PRICES,
         max_bytes: int,
         when_full: WhenFull = "refuse",
-        seal: Seal | None = None,
+        seals: LogSeals | None = None,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         """`instance` names this process among all that ever were. Raises OSError."""
@@ -71,14 +73,26 @@ class Ledger:
         self._sink = sink
         self._when_full = when_full
         self._entries: dict[str, Entry] = {}
-        seal = seal or NoSeal()
+        self._seals = seals or LogSeals(None)
         root.mkdir(parents=True, exist_ok=True)
         self._log = Log(
-            root / instance, max_bytes=max_bytes, seal=seal, standing=self._standing, segment_bytes=segment_bytes
+            root / instance,
+            max_bytes=max_bytes,
+            seal=self._seals.own,
+            standing=self._standing,
+            segment_bytes=segment_bytes,
         )
-        self._shipper = Shipper(root, self._log, sink, seal, prices.priced, "ledger-ship")
+        self._shipper = Shipper(root, self._log, sink, self._seals, prices.priced, "ledger-ship")
 
-    def start(self) -> None:
+    async def start(self) -> None:
+        """Waits for the key of its log as long as it takes. Raises OSError."""
+        while True:
+            try:
+                await asyncio.to_thread(self._seals.keep, self._log.folder)
+                break
+            except (ServiceUnavailable, Unready) as e:
+                _LOG.error("the ledger's log cannot be sealed yet: %s", e.message)
+                await asyncio.sleep(_RETRY_S)
         self._log.start()
         self._shipper.start()
 
@@ -125,8 +139,13 @@ class Ledger:
         self._log.append(end_record(self.prices.priced(row)))
 
     async def keep_notes(self) -> None:
+        loop = asyncio.get_running_loop()
+        turn_at = loop.time() + TURN_S
         while True:
             await asyncio.sleep(NOTE_S)
+            if loop.time() >= turn_at:
+                self._log.turn()
+                turn_at = loop.time() + TURN_S
             entries = list(self._entries.values())
             for first in range(0, len(entries), _NOTES):
                 self.note(entries[first : first + _NOTES])

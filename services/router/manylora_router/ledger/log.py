@@ -19,6 +19,8 @@ from typing import Any
 from manylora_shared.ledger.frames import Seal, frame
 from manylora_shared.ledger.records import header
 
+from manylora_router.ledger.sealing import remove_key
+
 _LOG = logging.getLogger(__name__)
 SEGMENT_BYTES = 8 << 20
 SYNC_S = 0.1  # records that came together are synced together
@@ -56,6 +58,7 @@ def remove_folder(folder: Path) -> None:
     """Of a log that is empty or was read to its end; its lock is held."""
     for number in segments_of(folder):
         segment_path(folder, number).unlink(missing_ok=True)
+    remove_key(folder)
     (folder / _LOCK).unlink(missing_ok=True)
     folder.rmdir()
 
@@ -98,6 +101,7 @@ class Log:
         except BaseException:
             self._lock.release()
             raise
+        self._begun = 0  # bytes with which the current segment began
         self._current = self._begin_next()
         self._synced_fd = -1
         self._thread: threading.Thread | None = None
@@ -142,6 +146,11 @@ class Log:
             self._wake()
         return True
 
+    def turn(self) -> None:
+        """On the event loop. What comes goes into the next segment, so that what is in this one can go."""
+        if self._spare is not None and self._current.written > self._begun:
+            self._begin_next()
+
     def close(self) -> None:
         """Synced. The folder stays, with what is in it."""
         with self._guard:
@@ -181,7 +190,7 @@ class Log:
             data = frame(record, self._seal)
             if segment.written + len(data) > self.segment_bytes or not self._write(segment, data):
                 self.num_dropped += 1
-        self._current = segment
+        self._current, self._begun = segment, segment.written
         self._wake()
         return segment
 

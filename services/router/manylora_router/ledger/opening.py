@@ -5,21 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from manylora_shared.encryption.names import NameSeal
+from manylora_shared.encryption.sealing import SealingKeys
 from manylora_shared.ledger.compute import Served
 from manylora_shared.ledger.prices import NO_PRICES, PriceList, parse_prices
 from manylora_shared.ledger_sinks.opening import log_folder, open_sink
+from manylora_shared.ledger_sinks.sealed import SealedSink
 from manylora_shared.process.clock import SystemClock
 
 from manylora_router.ledger.ledger import Ledger, WhenFull
+from manylora_router.ledger.sealing import LogSeals
 
 
 def ledger_of(
-    place: str, log: str, prices: str, *, max_mb: int, when_full: WhenFull, getrandbits: Callable[[int], int]
+    place: str,
+    log: str,
+    prices: str,
+    *,
+    max_mb: int,
+    when_full: WhenFull,
+    getrandbits: Callable[[int], int],
+    keys: SealingKeys | None = None,
 ) -> Callable[[str, Callable[[str], Served]], Ledger] | None:
-    """None: there is none. Raises OSError, ValueError, InvalidRequest; so does the opener."""
+    """keys: what seals the log, and names in rows; None: nothing is sealed.
+
+    None: there is no ledger. Raises OSError, ValueError, InvalidRequest; so does the opener.
+    """
     if not place:
         return None
-    sink = open_sink(place)
+    sink = SealedSink(open_sink(place), NameSeal(keys))
     root = Path(log) if log else log_folder(place)
     if root is None:
         raise ValueError(f"--ledger-log: must be given beside --ledger={place}")
@@ -36,6 +50,7 @@ def ledger_of(
             prices=listed,
             max_bytes=max_mb << 20,
             when_full=when_full,
+            seals=LogSeals(keys),
         )
 
     return opened

@@ -14,13 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from manylora_shared.ledger.frames import Seal, is_torn, records
+from manylora_shared.encryption.sealing import SealBroken, Sealed
+from manylora_shared.ledger.frames import is_torn, records
 from manylora_shared.ledger.records import Replay
 from manylora_shared.ledger.row import UsageRow
 from manylora_shared.ledger_sinks.base import Sink, SinkDown
 from manylora_shared.telemetry.logs import fields
 
 from manylora_router.ledger.log import Lock, Log, remove_folder, segment_path, segments_of
+from manylora_router.ledger.sealing import LogSeals
 
 _LOG = logging.getLogger(__name__)
 BATCH = 500
@@ -45,13 +47,13 @@ class Shipper:
     """`priced` gives a lost row its price."""
 
     def __init__(
-        self, root: Path, log: Log, sink: Sink, seal: Seal, priced: Callable[[UsageRow], UsageRow], name: str
+        self, root: Path, log: Log, sink: Sink, seals: LogSeals, priced: Callable[[UsageRow], UsageRow], name: str
     ) -> None:
         self.counts = ShippingCounts()
         self._root = root
         self._log = log
         self._sink = sink
-        self._seal = seal
+        self._seals = seals
         self._priced = priced
         self._number = (segments_of(log.folder) or [1])[0]
         self._at = 0
@@ -145,7 +147,7 @@ class Shipper:
         finally:
             os.close(fd)
         end = 0
-        for read in records(data, self._seal, kinds="he"):  # what runs here is no business of the sink
+        for read in records(data, self._seals.own, kinds="he"):  # what runs here is no business of the sink
             if read.record is not None:
                 self._replay.take(read.record)
             end = read.end
@@ -171,17 +173,17 @@ class Shipper:
                 continue  # its router lives
             try:
                 self._adopt(folder)
-            except ValueError as e:
+            except (ValueError, Sealed, SealBroken) as e:
                 _LOG.error("a ledger's log is left alone: %s", e, extra=fields(folder=folder.name))
             finally:
                 lock.release()
 
     def _adopt(self, folder: Path) -> None:
-        replay = Replay()
+        replay, seal = Replay(), self._seals.of(folder)
         shipped, is_broken = 0, False
         for number in segments_of(folder):
             data, end = segment_path(folder, number).read_bytes(), 0
-            for read in records(data, self._seal):
+            for read in records(data, seal):
                 replay.take(read.record)
                 end = read.end
             is_broken = is_broken or is_torn(data, end)

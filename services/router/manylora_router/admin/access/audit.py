@@ -14,6 +14,7 @@ from typing import Any
 from manylora.v1 import admin_pb2
 from manylora_shared.audit.files import Part, parts_of
 from manylora_shared.audit.log import read_heads
+from manylora_shared.audit.sealing import PLAIN, EntrySeal
 from manylora_shared.coordination.base import Store
 from manylora_shared.coordination.records import AuditHeadRecord
 from manylora_shared.errors import RpcError
@@ -31,9 +32,10 @@ _KEPT_READS = 1
 
 
 class AuditReader:
-    def __init__(self, folder: Path | None, store: Store, others: OtherRouters) -> None:
+    def __init__(self, folder: Path | None, store: Store, others: OtherRouters, seal: EntrySeal = PLAIN) -> None:
         """folder: None: this router keeps no log."""
         self._folder = folder
+        self._seal = seal
         self._store = store
         self._others = others
         self._reads = Places(_MAX_READS, kept=_KEPT_READS, few=1)
@@ -84,26 +86,28 @@ class AuditReader:
     def _parts(self, chains: set[str], last: int) -> Iterator[admin_pb2.AuditPart]:
         assert self._folder is not None
         found = [part for part in parts_of(self._folder) if part.chain in chains]
-        for _, own in itertools.groupby(found, key=lambda part: part.chain):
-            yield from _messages(list(own), last)
+        for _, group in itertools.groupby(found, key=lambda part: part.chain):
+            own = list(group)
+            yield from self._tail(own[-2:], last) if last else _messages(own)
+
+    def _tail(self, segments: list[Part], last: int) -> Iterator[admin_pb2.AuditPart]:
+        """Of two segments: the last one may have only just begun."""
+        lines = [(each, line) for each in segments for line in each.path.read_bytes().splitlines(keepends=True)]
+        for segment, line in lines[-last:]:
+            shown = self._seal.opened(line)
+            told = admin_pb2.AuditPart(chain=segment.chain, number=segment.number, data=line)
+            if shown != line:
+                told.shown = shown
+            yield told
 
 
-def _messages(segments: list[Part], last: int) -> Iterator[admin_pb2.AuditPart]:
-    if last:
-        yield from _tail(segments[-2:], last)  # the last one may have only just begun
-        return
+def _messages(segments: list[Part]) -> Iterator[admin_pb2.AuditPart]:
     for segment in segments:
         data = segment.path.read_bytes()
         for first in range(0, max(1, len(data)), _PART_BYTES):
             yield admin_pb2.AuditPart(
                 chain=segment.chain, number=segment.number, data=data[first : first + _PART_BYTES]
             )
-
-
-def _tail(segments: list[Part], last: int) -> Iterator[admin_pb2.AuditPart]:
-    lines = [(segment, line) for segment in segments for line in segment.path.read_bytes().splitlines(keepends=True)]
-    for segment, line in lines[-last:]:
-        yield admin_pb2.AuditPart(chain=segment.chain, number=segment.number, data=line)
 
 
 def _head(record: AuditHeadRecord) -> admin_pb2.AuditHead:
