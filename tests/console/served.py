@@ -73,7 +73,8 @@ async def _set_up(ready: dict[str, str]) -> Served:
             classes = "".join(f"  {each}: {{weight: {weight}}}\n" for each in CLASSES)
             await client.tenants.apply(f'tenant_id: "{tenant.tenant}"\nclasses:\n{classes}')
         keys = {
-            each.tenant: (await client.keys.create(["generate"], tenant=each.tenant))[0] for each in measure.TENANTS
+            each.tenant: (await client.keys.create(["generate", "admin"], tenant=each.tenant))[0]
+            for each in measure.TENANTS
         }
         operator = (await client.keys.create(["operator", "gateway"]))[0]
     return Served(ready["router"], f"http://{ready['http']}", operator, keys)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.browser
 
-PAGES = ("overview", "tenants", "workers", "adapters", "requests", "playground")
+PAGES = ("overview", "tenants", "workers", "adapters", "requests", "costs", "playground")
 WAIT_MS = 30_000
 PLANTED = '<img src="x" onerror="document.title=\'broken in\'"><script>document.title="broken in"</script>'
 ACCESSIBLE = Path(__file__).with_name("accessible.js").read_text(encoding="utf-8")
@@ -54,6 +54,7 @@ def shown(page: Page, name: str) -> None:
         "workers": ".stack > span",
         "adapters": "tbody tr",
         "requests": "tbody tr a",
+        "costs": "tbody tr",
         "playground": "#model option",
     }
     page.locator(marks[name]).first.wait_for(state="attached")

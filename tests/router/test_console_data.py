@@ -66,6 +66,7 @@ async def test_a_tenant_sees_its_own_and_an_operator_all() -> None:
         for key, tenants in ((front.key, ["acme"]), (other, ["other"]), (operator, ["acme", "other"])):
             me = await seen(front, "me", key)
             assert (me["tenants"], me["operator"]) == (tenants, key == operator)
+            assert me["may_read_usage"] == (key != other), "whose key may generate alone"
             status = await seen(front, "status", key)
             flows = [(flow["tenant_id"], flow["qos_class"], flow["debt_cost"]) for flow in status["scheduler"]["flows"]]
             assert flows == [(tenant, "batch", 5 if key == operator else 0) for tenant in tenants]

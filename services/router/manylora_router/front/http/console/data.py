@@ -68,6 +68,7 @@ async def me(exchange: Exchange, door: Door) -> None:
         "tenant": call.tenant,
         "operator": call.is_operator,
         "may_generate": any(call.principal.may(scope) for scope in (Scope.GENERATE, Scope.GATEWAY)),
+        "may_read_usage": call.principal.may(Scope.USAGE_READ),
         "tenants": names,
         "began_unix_s": call.unix(door.calls.recent.samples.began_at),
     }

@@ -3,13 +3,14 @@
 import { data, forget, keep, key, Refused } from "/console/api.js";
 import { h, know, show } from "/console/dom.js";
 import * as adapters from "/console/pages/adapters.js";
+import * as costs from "/console/pages/costs.js";
 import * as overview from "/console/pages/overview.js";
 import * as playground from "/console/pages/playground.js";
 import * as requests from "/console/pages/requests.js";
 import * as tenants from "/console/pages/tenants.js";
 import * as workers from "/console/pages/workers.js";
 
-const PAGES = { overview, tenants, workers, adapters, requests, playground };
+const PAGES = { overview, tenants, workers, adapters, requests, costs, playground };
 const THEME = "manylora-theme";
 const THEMES = { auto: "Theme: system", light: "Theme: light", dark: "Theme: dark" };
 const [top, main] = [document.getElementById("top"), document.getElementById("main")];
@@ -35,8 +36,10 @@ function themeButton() {
   return button;
 }
 
+const isFor = (page) => (session.operator || !page.forOperators) && (session.may_read_usage || !page.ofUsage);
+
 function bar(name) {
-  const pages = session ? Object.entries(PAGES).filter(([, each]) => session.operator || !each.forOperators) : [];
+  const pages = session ? Object.entries(PAGES).filter(([, each]) => isFor(each)) : [];
   show(top, h("div", { class: "bar" },
     h("span", { class: "name" }, h("img", { src: "/console/icon.svg", alt: "" }), "manylora"),
     h("nav", { "aria-label": "Pages" }, pages.map(([each, { title }]) =>
@@ -90,7 +93,7 @@ function turnTo() {
   if (!session) return;
   end();
   const [name, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
-  const known = name in PAGES && (session.operator || !PAGES[name].forOperators) ? name : "overview";
+  const known = name in PAGES && isFor(PAGES[name]) ? name : "overview";
   let id = rest.join("/");
   try {
     id = decodeURIComponent(id);
