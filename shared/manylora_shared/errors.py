@@ -8,6 +8,7 @@
 # |   |-- AlreadyExists
 # |   |-- VersionConflict           somebody else changed it since the caller looked
 # |   |-- AnsweredElsewhere         another router has this idempotency key
+# |   |-- AnswerLost                the router that had this idempotency key is gone, and its work was begun
 # |   |-- Unready                   right request, wrong state
 # |   |   |-- NoChatTemplate        messages, to a model that has no template for them
 # |   |   `-- AdapterRejected       by the quality gate of its tenant's policy
@@ -188,6 +189,11 @@ class VersionConflict(Rejected):
 class AnsweredElsewhere(Rejected):
     code = Code.ABORTED
     label = "answered_elsewhere"
+
+
+class AnswerLost(Rejected):
+    code = Code.ABORTED
+    label = "answer_lost"
 
 
 class Unready(Rejected):

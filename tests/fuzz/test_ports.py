@@ -22,7 +22,7 @@ from manylora.client import Client, Sampling
 from manylora.client.credentials import read_key
 from manylora.demo import BASE_FOLDER, BASE_NAME, adapter_folder, skills
 from manylora.local.cluster import ClusterOptions, LocalCluster
-from manylora.v1 import admin_pb2, bundle_pb2, data_pb2, inference_pb2, scheduler_pb2, worker_pb2
+from manylora.v1 import admin_pb2, answers_pb2, bundle_pb2, data_pb2, inference_pb2, scheduler_pb2, worker_pb2
 from manylora_router.front.http.openapi import document
 from manylora_shared.coordination.peers import read_secret
 from manylora_shared.metadata import PEER_KEY
@@ -52,6 +52,7 @@ SERVICES = {
     "router-0": (inference_pb2, "InferenceService"),
     "router-0/admin": (admin_pb2, "AdminService"),
     "router-0/data": (data_pb2, "DataService"),
+    "router-0/answers": (answers_pb2, "AnswerService"),
     "scheduler": (scheduler_pb2, "SchedulerService"),
     "worker-0": (worker_pb2, "WorkerService"),
     "scheduler/bundle": (bundle_pb2, "BundleService"),

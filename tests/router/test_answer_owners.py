@@ -5,35 +5,83 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from manylora_router.links.answer_owners import AnswerOwners
+from manylora_router.links import answer_owners
+from manylora_router.links.answer_owners import AnswerOwners, Owner
 from manylora_shared.coordination import keys
-from manylora_shared.errors import ServiceUnavailable
+from manylora_shared.coordination.records import RouterRecord
+from manylora_shared.errors import AnsweredElsewhere, AnswerLost, ServiceUnavailable
 from manylora_sim import loop
 from manylora_sim.store import MemoryStoreServer
+
+
+def router_of(found: Owner | int) -> str:
+    return found.record.router_id if isinstance(found, Owner) else ""
+
+
+async def routers(server: MemoryStoreServer, count: int) -> list[AnswerOwners]:
+    store = server.client()
+    for i in range(count):
+        await store.put(keys.router(f"router-{i}"), RouterRecord(f"router-{i}", f"router-{i}:1", 1.0).to_json())
+    return [AnswerOwners(server.client(), f"router-{i}", 1.0) for i in range(count)]
 
 
 def test_one_of_many_gets_it() -> None:
     async def main() -> None:
         server = MemoryStoreServer()
-        leases = [await server.client().grant(10) for _ in range(5)]
-        routers = [AnswerOwners(server.client(), f"router-{i}", lambda i=i: leases[i]) for i in range(5)]  # type: ignore[misc]
-        found = await asyncio.gather(*(router.claim("acme", "d") for router in routers))
-        (winner,) = (i for i, (owner, _) in enumerate(found) if not owner)
-        assert {owner for owner, _ in found if owner} == {f"router-{winner}"}
-        (again, later) = await routers[winner].claim("acme", "d")
-        assert again == "", "its own of an earlier life is taken over"
-        await routers[winner].release("acme", "d", found[winner][1])
+        all_of_them = await routers(server, 5)
+        found = await asyncio.gather(*(each.claim("acme", "d", f"r{i}") for i, each in enumerate(all_of_them)))
+        (winner,) = (i for i, owner in enumerate(found) if not router_of(owner))
+        assert {router_of(owner) for owner in found} == {"", f"router-{winner}"}
+        other = all_of_them[(winner + 1) % 5]
+        assert await other.request_of("acme", "d") == f"r{winner}"
+        later = await all_of_them[winner].claim("acme", "d", "again")
+        assert isinstance(later, int), "its own that it does not know is about to go"
+        await all_of_them[winner].release("acme", "d", found[winner])  # type: ignore[arg-type]
         assert server.get(keys.answer("acme", "d")) is not None, "what was claimed since stays"
-        await routers[winner].release("acme", "d", later)
+        begun = await all_of_them[winner].begin("acme", "d", "again", later)
+        assert router_of(await other.claim("acme", "d", "x")) == f"router-{winner}"
+        taken = await other.claim("acme", "d", "x", takes_over=True)
+        with pytest.raises(AnsweredElsewhere):
+            await all_of_them[winner].begin("acme", "d", "again", begun)
+        await other.release("acme", "d", taken)  # type: ignore[arg-type]
         assert server.get(keys.answer("acme", "d")) is None
-        assert (await routers[0].claim("acme", "d"))[0] == ""
-        server.expire_lease(leases[0])
-        assert (await routers[1].claim("acme", "d"))[0] == "", "it goes with its router"
-        with pytest.raises(ServiceUnavailable):
-            await routers[0].claim("acme", "e")
         server.set_up(False)
         with pytest.raises(ServiceUnavailable):
-            await routers[1].claim("acme", "e")
-        await routers[1].release("acme", "d", 1)
+            await other.claim("acme", "e", "x")
+        await other.release("acme", "d", 1)
+        for each in all_of_them:
+            await each.close()
+
+    loop.run(main(), seed=0)
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_what_was_begun_outlives_its_router_for_the_stated_time(is_back: bool) -> None:
+    async def main() -> None:
+        server = MemoryStoreServer()
+        first, second = await routers(server, 2)
+        for digest in ("claimed", "begun"):
+            revision = await first.claim("acme", digest, "r")
+            assert isinstance(revision, int)
+        await first.begin("acme", "begun", "r", revision)
+        await asyncio.sleep(answer_owners.LEASE_S * 2)
+        assert router_of(await second.claim("acme", "begun", "s")) == "router-0", "it is renewed while its router lives"
+        await first.close()
+        if is_back:
+            record = RouterRecord("router-0", "router-0:1", 2.0)
+            await server.client().put(record.key, record.to_json())
+            asks = AnswerOwners(server.client(), "router-0", 2.0)
+        else:
+            await server.client().delete(keys.router("router-0"))
+            asks = second
+        assert isinstance(await asks.claim("acme", "claimed", "s"), int)
+        assert await asks.request_of("acme", "begun") == ""
+        await asyncio.sleep(answer_owners.LASTS_S - 1.0)
+        with pytest.raises(AnswerLost, match="router-0"):
+            await asks.claim("acme", "begun", "s")
+        await asyncio.sleep(answer_owners.LEASE_S - answer_owners.LASTS_S + 2.0)
+        assert isinstance(await asks.claim("acme", "begun", "s"), int)
+        await asks.close()
+        await second.close()
 
     loop.run(main(), seed=0)

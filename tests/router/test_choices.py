@@ -69,3 +69,20 @@ def test_what_was_held_back_is_told_at_an_early_end() -> None:
     assert rest.delta is not None
     assert (rest.delta.text, rest.delta.first_position, list(rest.delta.token_ids)) == ("b", 2, [])
     assert each.ends()[0].finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED
+
+
+def test_what_a_caller_has_of_a_choice_that_has_ended_is_whole() -> None:
+    """Its last text, half a character, was held back until its end: it is missing for nobody who joins later."""
+    euro = list("a\u20ac".encode())[:-1]
+    each = choices()
+    (head,) = each.go_on([(euro, 2)], 100)
+    assert head.text == "a\ufffd"
+    last = each.take(tokens(1, len(euro), [], finish=STOP).tokens)
+    assert last.deltas == []
+    assert each.have_ended
+    lacks = choices()
+    (head,) = lacks.go_on([(euro, 1)], 100)
+    assert head.text == "a"
+    (last_delta,) = lacks.take(tokens(1, len(euro), [], finish=STOP).tokens).deltas
+    assert last_delta.delta is not None
+    assert last_delta.delta.text == "\ufffd"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 from manylora.v1 import common_pb2, inference_pb2, worker_pb2
@@ -248,22 +249,43 @@ def test_what_failed_is_done_again() -> None:
     simulate(test)
 
 
-def test_another_routers_key_is_a_conflict_until_it_is_gone() -> None:
+def test_what_a_router_that_is_gone_had_begun_is_not_done_again() -> None:
     async def test(cluster: RouterCluster) -> None:
-        record = AnswerRecord("acme", kept_answers.digest_of_key("0 k"), "router-1")
+        record = AnswerRecord("acme", kept_answers.digest_of_key("0 k"), "router-1", 5.0, "f" * 32, has_begun=True)
         await cluster.store.put(record.key, record.to_json())
         refused = await cluster.ask(text_request(), idempotency_key="k")
         assert refused.error is not None
-        assert (refused.error.code, refused.error.label) == (Code.ABORTED, "answered_elsewhere")
-        assert refused.error.retry_after_s == 1.0
+        assert (refused.error.code, refused.error.label) == (Code.ABORTED, "answer_lost")
         assert "router-1" in refused.error.message
-        await cluster.store.delete(record.key)
-        assert (await cluster.ask(text_request(), idempotency_key="k")).error is None
+        assert sum(len(w.executed) for w in cluster.workers) == 0
+        assert len(cluster.app.kept) == 0
+        await cluster.store.put(record.key, replace(record, has_begun=False).to_json())
+        assert (await cluster.ask(text_request(), idempotency_key="k")).error is None, "only claimed"
         cluster.store_server.set_up(False)
         refused = await cluster.ask(text_request(), idempotency_key="k2")
         assert refused.error is not None
         assert refused.error.code is Code.UNAVAILABLE
         cluster.store_server.set_up(True)
+
+    simulate(test)
+
+
+def test_work_whose_key_another_router_took_meanwhile_ends_before_its_first_frame() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        cluster.scheduler.holds = True
+        asked = asyncio.create_task(cluster.ask(text_request(), idempotency_key="k"))
+        await until(lambda: bool(cluster.scheduler.queued))
+        (claimed,) = (await cluster.store.list(keys.ANSWERS)).kvs
+        taken = replace(AnswerRecord.stored(claimed), router_id="router-1")
+        await cluster.store.put(taken.key, taken.to_json())
+        for request_id in list(cluster.scheduler.queued):
+            cluster.scheduler.grant(request_id)
+        answer = await asked
+        assert answer.frames == []
+        assert answer.error is not None
+        assert (answer.error.code, answer.error.label) == (Code.ABORTED, "answered_elsewhere")
+        assert [AnswerRecord.stored(kv) for kv in (await cluster.store.list(keys.ANSWERS)).kvs] == [taken]
+        await cluster.at_rest()
 
     simulate(test)
 
@@ -366,7 +388,7 @@ def test_an_answer_that_is_read_slowly_is_its_tenants_until_it_is_read() -> None
     async def test(cluster: RouterCluster) -> None:
         app = cluster.app
         request = await plain_request(cluster, keep_s=1, max_tokens=100)
-        frames = generate(request, intake=app.intake, calls=app.calls, kept=app.kept)
+        frames = generate(request, intake=app.intake, calls=app.calls, outliving=app.outliving)
         await anext(frames)
         await asyncio.sleep(10.0)
         assert len(cluster.app.kept) == 1

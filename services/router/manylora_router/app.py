@@ -45,6 +45,7 @@ from manylora_router.admin.validation import AdapterValidation
 from manylora_router.admin.verification import Verification
 from manylora_router.config import RouterConfig
 from manylora_router.dialect.dialect import Dialect
+from manylora_router.front.far_answers import AnswerServicer, FarAnswers
 from manylora_router.front.feedback import FeedbackDesk
 from manylora_router.front.gate import (
     ADMIN_CAPACITY,
@@ -55,7 +56,7 @@ from manylora_router.front.gate import (
     Gate,
     own_tenant,
 )
-from manylora_router.front.generation import generate
+from manylora_router.front.generation import Outliving, generate
 from manylora_router.front.grpc import InferenceServicer, tenant_of
 from manylora_router.front.http.api.answers import Door
 from manylora_router.front.http.routes import Routes
@@ -156,9 +157,11 @@ class RouterApp:
         self._feedback = FeedbackDesk(self.calls, self._others)
         self._entrance = Entrance(self.callers, self._acts, rng.getrandbits)
         self._lease = LeaseSession(store, ttl_s=config.lease_ttl_s)
-        owners = AnswerOwners(store, self.router_id, lambda: self._lease.lease_id)
-        self.kept = KeptAnswers(owners, rng.getrandbits)
-        self._inference = InferenceServicer(self.intake, self.calls, self._feedback, self._entrance, self.kept)
+        self._started_unix_s = self._clock.now_unix_s()
+        self.kept = KeptAnswers(AnswerOwners(store, self.router_id, self._started_unix_s), rng.getrandbits)
+        self.outliving = Outliving(self.kept, FarAnswers(self.router_id, self.directory, peers))
+        self._inference = InferenceServicer(self.intake, self.calls, self._feedback, self._entrance, self.outliving)
+        self._answers = AnswerServicer(self.intake, self.kept, peer_secret)
         self._intake = self._adapter_intake()
         levels = self._service_levels()
         self._status = ClusterStatus(directory=self.directory, transport=peers, levels=levels)
@@ -278,7 +281,7 @@ class RouterApp:
             callers=self.callers,
             entrance=self._entrance,
             calls=self.calls,
-            kept=self.kept,
+            outliving=self.outliving,
             feedback=self._feedback,
             text=self._texts.default,
             dialect=self._dialect_of(self._texts.default),
@@ -342,6 +345,7 @@ class RouterApp:
         )
         return [
             self._inference.service(inference),
+            self._answers.service(),
             self.admin.service(admin),
             self._encryption.service(admin, RetentionDesk(self._store, self._keeper).handlers),
         ]
@@ -386,7 +390,7 @@ class RouterApp:
         if self.calls.metrics.has_readers:
             self._tasks.append(asyncio.create_task(self._tell_metrics(), name="metrics"))
         self._lease.start()
-        record = RouterRecord(router_id=self.router_id, address=self.address)
+        record = RouterRecord(self.router_id, self.address, self._started_unix_s)
         await self._lease.register(keys.router(self.router_id), record.to_json())
         self._server.set_serving(True)
         if self._http is not None:

@@ -9,7 +9,7 @@
 # /manylora/tenants/<tenant_id>              TenantPolicy as YAML text
 # /manylora/adapters/<tenant_id>/<name>      AdapterRecord
 # /manylora/keys/<key_id>                    KeyRecord: an API key's hash, never the key
-# /manylora/answers/<tenant_id>/<digest>     AnswerRecord: of an idempotency key, bound to its router's lease
+# /manylora/answers/<tenant_id>/<digest>     AnswerRecord: of an idempotency key; its lease outlives its router
 # /manylora/schedulers/<scheduler_id>        SchedulerMember, leading or not, bound to its own lease
 # /manylora/data_keys/<owner>                DataKeyRecord: wrapped; a tenant's goes with its policy
 # /manylora/audit/<chain>                    AuditHeadRecord

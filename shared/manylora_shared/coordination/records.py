@@ -174,6 +174,7 @@ class HotAdaptersRecord(_JsonRecord):
 class RouterRecord(_JsonRecord):
     router_id: str
     address: str
+    started_unix_s: float = 0.0  # tells its lives apart
 
     def __post_init__(self) -> None:
         parse_address(self.address)
@@ -205,9 +206,14 @@ class SchedulerMember(SchedulerRecord):
 
 @dataclass(frozen=True)
 class AnswerRecord(_JsonRecord):
+    """It outlives its router, so that a key's work is not done again."""
+
     tenant_id: str
     digest: str  # of the idempotency key
     router_id: str
+    router_started_unix_s: float = 0.0
+    request_id: str = ""
+    has_begun: bool = False  # a worker has begun the work
 
     @property
     def key(self) -> str:

@@ -2,53 +2,122 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
 
-from manylora_shared.errors import ManyloraError, NotFound
+from manylora.v1.answers_pb2 import ReadAnswerRequest
+from manylora_shared.errors import AnswerLost, ManyloraError, NotFound, ServiceUnavailable
 from manylora_shared.telemetry import Attribute
 
+from manylora_router.front.far_answers import FarAnswer, FarAnswers, asked_of
 from manylora_router.front.intake import Intake
-from manylora_router.front.kept_answers import KeptAnswers
+from manylora_router.front.kept_answers import KeptAnswer, KeptAnswers
 from manylora_router.guard import resume_tokens
 from manylora_router.guard.admission import RequestInput
 from manylora_router.request.call import Calls, draining
 from manylora_router.request.frames import Frame
 
+_TRIES_ELSEWHERE = 3
+_TRY_AGAIN_S = 0.05
+
+
+@dataclass(frozen=True)
+class Outliving:
+    """Answers that outlive their callers: this router's, and the others'."""
+
+    kept: KeptAnswers
+    far: FarAnswers
+
 
 async def generate(
-    request: RequestInput, *, intake: Intake, calls: Calls, kept: KeptAnswers | None = None
+    request: RequestInput, *, intake: Intake, calls: Calls, outliving: Outliving | None = None
 ) -> AsyncGenerator[Frame]:
     """Close it (`contextlib.aclosing`). Raises ManyloraError, of a request that failed after its last frame.
 
-    kept: answers that outlive their callers; None: this one is its caller's alone.
+    outliving: None: the answer is its caller's alone.
     """
-    if kept is None or not (request.idempotency_key or request.keep_s or request.resume):
+    is_kept = request.idempotency_key or request.keep_s
+    if outliving is None or not (is_kept or request.resume or request.is_again):
         async with aclosing(_run(request, intake, calls)) as frames:
             async for frame in frames:
                 yield frame
         return
     tenant, request = intake.seen(request)
-    begun, resume = intake.begun(request, tenant), request.resume
-    answer = kept.find(tenant, request, begun.request_id if begun is not None else request.request_id)
-    is_here = begun is not None and answer is not None and answer.request_id == begun.request_id
-    if resume is not None and not resume.emitted and not is_here:
-        raise NotFound(f"{resume_tokens.FIELD}: this router does not have the answer any more")
-    if answer is None and not (request.idempotency_key or request.keep_s):
-        async with aclosing(_run(request, intake, calls)) as frames:
+    async with AsyncExitStack() as stack:
+        reading = await _reading(stack, tenant, request, intake, calls, outliving)
+        if reading is None:
+            async with aclosing(_run(request, intake, calls)) as frames:
+                async for frame in frames:
+                    yield frame
+            return
+        async with aclosing(reading) as frames:
             async for frame in frames:
+                await intake.take_turn(tenant, request.qos_class)
                 yield frame
-        return
+
+
+async def _reading(
+    stack: AsyncExitStack, tenant: str, request: RequestInput, intake: Intake, calls: Calls, outliving: Outliving
+) -> AsyncGenerator[Frame] | None:
+    """What the caller lacks of an answer that is kept, here or at another router; None: it is not one that is."""
+    begun, resume = intake.begun(request, tenant), request.resume
+    request_id = begun.request_id if begun is not None else request.request_id
+    next_frame = resume.next_frame if resume is not None else 0
+    answer = outliving.kept.find(tenant, request, request_id)
+    if answer is None and request.is_again:
+        far = await outliving.far.seek(asked_of(tenant, request, request_id))
+        stack.push_async_callback(far.close)
+        return far.read()
+    if resume is not None and not resume.emitted and (answer is None or answer.request_id != request_id):
+        raise NotFound(f"{resume_tokens.FIELD}: this router does not have the answer any more")
     if answer is None:
-        answer = await kept.begin(tenant, request, lambda asked: _run(asked, intake, calls))
-    if resume is None or is_here:
-        reading = answer.read(resume.next_frame if resume is not None else 0)
-    else:
-        reading = answer.read_behind(resume.emitted)
-    async with aclosing(reading) as frames:
-        async for frame in frames:
-            await intake.take_turn(tenant, request.qos_class)
-            yield frame
+        if not (request.idempotency_key or request.keep_s):
+            return None
+        asked = asked_of(tenant, request, begun.request_id if begun is not None else "")
+        found = await _begin(tenant, request, asked, intake, calls, outliving)
+        if isinstance(found, FarAnswer):
+            stack.push_async_callback(found.close)
+            return found.read()
+        answer = found
+    if resume is None or answer.request_id == request_id:
+        return answer.read(next_frame)
+    return answer.read_behind(resume.emitted)
+
+
+async def _begin(
+    tenant: str,
+    request: RequestInput,
+    asked: ReadAnswerRequest,
+    intake: Intake,
+    calls: Calls,
+    outliving: Outliving,
+) -> KeptAnswer | FarAnswer:
+    """Here, or where its idempotency key is. Whoever has a part of the answer takes the key from a router that is not
+    reached."""
+    lost: ManyloraError | None = None
+    for _ in range(_TRIES_ELSEWHERE):
+        try:
+            found = await outliving.kept.begin(tenant, request, lambda each: _run(each, intake, calls))
+        except AnswerLost:
+            if request.resume is None:
+                raise
+            break
+        if isinstance(found, KeptAnswer):
+            return found
+        try:
+            return await outliving.far.open(found.record, asked)
+        except NotFound:  # it is about to let go of the key
+            await asyncio.sleep(_TRY_AGAIN_S)
+        except ServiceUnavailable:
+            lost = found.told
+            break
+    if lost is not None and request.resume is None:
+        raise lost
+    found = await outliving.kept.begin(tenant, request, lambda each: _run(each, intake, calls), takes_over=True)
+    assert isinstance(found, KeptAnswer), "nobody is asked whose it is"
+    return found
 
 
 async def _run(request: RequestInput, intake: Intake, calls: Calls) -> AsyncGenerator[Frame]:

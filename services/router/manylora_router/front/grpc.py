@@ -28,9 +28,9 @@ from manylora_shared.tenancy.identity import AUTHORIZATION_KEY, Principal
 from manylora_shared.transport.base import Gate, ServerCall, Service
 
 from manylora_router.front.feedback import FeedbackDesk
-from manylora_router.front.generation import generate
+from manylora_router.front.frame_messages import message_of
+from manylora_router.front.generation import Outliving, generate
 from manylora_router.front.intake import Intake
-from manylora_router.front.kept_answers import KeptAnswers
 from manylora_router.guard import admission
 from manylora_router.guard.admission import (
     MAX_CHAT_MESSAGES,
@@ -46,18 +46,17 @@ from manylora_router.guard.admission import (
 )
 from manylora_router.links.entrance import Entrance
 from manylora_router.request.call import Calls
-from manylora_router.request.frames import ChoiceEnd, Degraded, Finished, Frame
 
 
 class InferenceServicer:
     def __init__(
-        self, intake: Intake, calls: Calls, feedback: FeedbackDesk, entrance: Entrance, kept: KeptAnswers
+        self, intake: Intake, calls: Calls, feedback: FeedbackDesk, entrance: Entrance, outliving: Outliving
     ) -> None:
         self._entrance = entrance
         self._intake = intake
         self._calls = calls
         self._feedback = feedback
-        self._kept = kept
+        self._outliving = outliving
 
     def service(self, gate: Gate) -> Service:
         descriptor = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
@@ -97,7 +96,8 @@ class InferenceServicer:
         self, request: inference_pb2.GenerateRequest, call: ServerCall
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         plain = read_request(request, call.metadata, call.time_remaining())
-        async with aclosing(generate(plain, intake=self._intake, calls=self._calls, kept=self._kept)) as frames:
+        made = generate(plain, intake=self._intake, calls=self._calls, outliving=self._outliving)
+        async with aclosing(made) as frames:
             async for frame in frames:
                 yield message_of(frame)
 
@@ -199,61 +199,3 @@ def _json(value: struct_pb2.Value) -> Any:
             return {name: _json(each) for name, each in value.struct_value.fields.items()}
         case _:
             return None
-
-
-def message_of(frame: Frame) -> inference_pb2.GenerateResponse:
-    message = inference_pb2.GenerateResponse(frame=frame.number)
-    if (started := frame.started) is not None:
-        told = message.started
-        told.request_id = started.request_id
-        told.adapter = started.adapter
-        told.adapter_version = started.adapter_version
-        told.seed = started.seed
-        told.prompt_tokens = len(started.prompt_token_ids)
-        told.resume_token = started.resume_token
-        if started.degraded is not None:
-            told.degraded.CopyFrom(_degraded(started.degraded))
-    message.prompt_logprobs.extend(frame.prompt_logprobs)
-    if (new := frame.delta) is not None:
-        # Made in its frame: a message that is given to another is copied.
-        delta = message.delta
-        delta.choice = new.choice
-        delta.first_position = new.first_position
-        delta.token_ids.extend(new.token_ids)
-        delta.text = new.text
-        if new.logprobs:
-            delta.logprobs.extend(new.logprobs)
-    if frame.finished is not None:
-        message.finished.CopyFrom(_finished(frame.finished))
-    return message
-
-
-def _finished(finished: Finished) -> inference_pb2.Finished:
-    return inference_pb2.Finished(
-        outcome=finished.outcome,
-        choices=[_choice_end(end) for end in finished.choices],
-        usage=finished.usage,
-        timings=finished.timings,
-        worker_id=finished.worker_id,
-        degraded=_degraded(finished.degraded) if finished.degraded is not None else None,
-    )
-
-
-def _choice_end(end: ChoiceEnd) -> inference_pb2.ChoiceEnd:
-    return inference_pb2.ChoiceEnd(
-        choice=end.choice,
-        finish_reason=end.finish_reason,
-        stop_string=end.stop_string,
-        stop_token_id=end.stop_token_id,
-    )
-
-
-def _degraded(degraded: Degraded) -> inference_pb2.Degraded:
-    return inference_pb2.Degraded(
-        max_tokens=degraded.max_tokens,
-        asked_max_tokens=degraded.asked_max_tokens,
-        overload_level=degraded.overload_level,
-        pool=degraded.pool,
-        asked_pool=degraded.asked_pool,
-        not_streamed=degraded.not_streamed,
-    )

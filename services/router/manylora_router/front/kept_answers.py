@@ -17,7 +17,6 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from manylora_shared.errors import (
-    AnsweredElsewhere,
     Cancelled,
     InternalError,
     KeyReused,
@@ -27,7 +26,7 @@ from manylora_shared.errors import (
 )
 
 from manylora_router.guard.admission import RequestInput
-from manylora_router.links.answer_owners import AnswerOwners
+from manylora_router.links.answer_owners import AnswerOwners, Owner
 from manylora_router.request.call import draining
 from manylora_router.request.frames import Delta, Frame
 
@@ -172,21 +171,28 @@ class KeptAnswers:
     def all(self) -> list[KeptAnswer]:
         return list(self._by_id.values())
 
-    def has(self, tenant: str, request_id: str) -> bool:
-        return (tenant, request_id) in self._by_id
+    async def id_of(self, tenant: str, key: str) -> str:
+        """The request id of the answer with that key, at whichever router; empty: there is none. Raises as `begin`."""
+        slot = f"0 {key}"
+        answer = self._by_key.get((tenant, slot))
+        return answer.request_id if answer is not None else await self._owners.request_of(tenant, digest_of_key(slot))
 
-    def id_of(self, tenant: str, key: str) -> str:
-        """The request id of the answer with that key; empty: there is none here."""
-        answer = self._by_key.get((tenant, f"0 {key}"))
-        return answer.request_id if answer is not None else ""
-
-    async def begin(self, tenant: str, request: RequestInput, run: Run) -> KeptAnswer:
-        """Raises Overloaded, AnsweredElsewhere, or ServiceUnavailable where nobody can say who has the key."""
-        key = (tenant, slot_of(request))
-        while request.idempotency_key and (claiming := self._claiming.get(key)) is not None:
+    async def settled(self, tenant: str, request: RequestInput) -> KeptAnswer | None:
+        """By its key, when it is known whose that is. Raises KeyReused."""
+        while (claiming := self._claiming.get((tenant, slot_of(request)))) is not None:
             await claiming.wait()
-            if (answer := self.find(tenant, request, "")) is not None:
-                return answer
+        return self.find(tenant, request, "")
+
+    async def begin(
+        self, tenant: str, request: RequestInput, run: Run, *, takes_over: bool = False
+    ) -> KeptAnswer | Owner:
+        """The answer, or who has its key. takes_over: the key, from whoever has it.
+
+        Raises Overloaded, AnswerLost, or ServiceUnavailable where nobody can say who has the key.
+        """
+        key = (tenant, slot_of(request))
+        if request.idempotency_key and (known := await self.settled(tenant, request)) is not None:
+            return known
         self._make_room(tenant)
         request = replace(request, request_id=request.request_id or f"{self._getrandbits(128):032x}")
         answer = KeptAnswer(self, tenant, request)
@@ -196,12 +202,14 @@ class KeptAnswers:
             if request.idempotency_key:
                 claiming = self._claiming[key] = asyncio.Event()
                 try:
-                    answer.revision = await self._claim(*key)
+                    claimed = await self._owners.claim(
+                        tenant, digest_of_key(key[1]), answer.request_id, takes_over=takes_over
+                    )
+                    if isinstance(claimed, Owner):
+                        self._forget(answer)
+                        return claimed
+                    answer.revision = claimed
                     self._by_key[key] = answer
-                except AnsweredElsewhere:  # by the router that this answer was lost with, until its lease ends
-                    if request.resume is None:
-                        raise
-                    answer.key = ""
                 finally:
                     del self._claiming[key]
                     claiming.set()
@@ -226,6 +234,7 @@ class KeptAnswers:
             await asyncio.wait(tasks)
         if self._releasing:
             await asyncio.wait(self._releasing)
+        await self._owners.close()
 
     def attached(self, answer: KeptAnswer) -> None:
         if answer.timer is not None and not answer.has_ended:
@@ -240,17 +249,18 @@ class KeptAnswers:
         elif answer.timer is None:
             answer.timer = asyncio.get_running_loop().call_later(answer.keep_s, answer.task.cancel)
 
-    async def _claim(self, tenant: str, key: str) -> int:
-        owner, revision = await self._owners.claim(tenant, digest_of_key(key))
-        if owner:
-            raise AnsweredElsewhere(f"idempotency-key: router {owner} has it: ask that one", retry_after_s=1.0)
-        return revision
+    async def _work_begins(self, answer: KeptAnswer) -> None:
+        """Before its first frame is handed out. Raises AnsweredElsewhere, or ServiceUnavailable."""
+        digest = digest_of_key(answer.key)
+        answer.revision = await self._owners.begin(answer.tenant, digest, answer.request_id, answer.revision)
 
     async def _run(self, answer: KeptAnswer, request: RequestInput, run: Run) -> None:
         error: ManyloraError | None = None
         try:
             async with aclosing(run(request)) as frames:
                 async for frame in frames:
+                    if answer.key and answer.first + len(answer.frames) == 0:
+                        await self._work_begins(answer)
                     self._bytes[answer.tenant] = self._bytes.get(answer.tenant, 0) + answer.add(frame)
                     if answer.is_over or not self._has_room(answer.tenant):
                         self._bytes[answer.tenant] -= await answer.drop_read()

@@ -1,63 +1,176 @@
-"""Which router has an idempotency key: a record in the store a key, which goes with its router's lease."""
+"""Which router has an idempotency key: a record in the store a key.
+
+    none --claim--> claimed --its work begins--> begun --its answer is forgotten--> none
+
+A record outlives its router, by LEASE_S at most. Another router takes over what one that is gone had claimed, and does
+not do again what that had begun: it may be charged.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Compare, Delete, LeaseExpired, Put, Store, StoreUnavailable
-from manylora_shared.coordination.records import AnswerRecord
-from manylora_shared.errors import ServiceUnavailable
+from manylora_shared.coordination.records import AnswerRecord, RouterRecord
+from manylora_shared.errors import AnsweredElsewhere, AnswerLost, ServiceUnavailable
 from manylora_shared.transport.places import Places
 
 _LOG = logging.getLogger(__name__)
 _TRIES = 4
 _TIMEOUT_S = 2.0
+LEASE_S = 900
+LASTS_S = LEASE_S * 2 // 3  # for so long a record stands at least, after its router's end
 ASKING = 128  # claims under way: each asks the store twice
 _ASKING_KEPT = 32
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Another router, as it has registered itself."""
+
+    record: RouterRecord
+
+    @property
+    def told(self) -> AnsweredElsewhere:
+        who = self.record.router_id
+        return AnsweredElsewhere(f"idempotency-key: router {who} has it, and is not reached now", retry_after_s=1.0)
+
 
 class AnswerOwners:
-    def __init__(self, store: Store, router_id: str, lease_id: Callable[[], int]) -> None:
-        """`lease_id` gives 0 while there is none."""
+    def __init__(self, store: Store, router_id: str, started_unix_s: float) -> None:
         self._store = store
         self._router_id = router_id
-        self._lease_id = lease_id
+        self._started_unix_s = started_unix_s
         self._asking = Places(ASKING, kept=_ASKING_KEPT, few=8)
+        self._lease_id = 0
+        self._granting = asyncio.Lock()
+        self._keeping: asyncio.Task[None] | None = None
 
-    async def claim(self, tenant: str, digest: str) -> tuple[str, int]:
-        """The id of the other router that has the key, or an empty one and the record's revision. Raises
-        ServiceUnavailable, or Overloaded where the tenant asks too often at once.
+    async def claim(self, tenant: str, digest: str, request_id: str, *, takes_over: bool = False) -> Owner | int:
+        """The other router that has the key; or the revision of the record, which is this one's then.
+
+        takes_over: whoever has it, and however far that is: the caller has a part of the answer.
+
+        Raises AnswerLost; ServiceUnavailable; or Overloaded where the tenant asks too often at once.
         """
-        with self._asking.held(f"tenant {tenant} for its idempotency keys"):
-            try:
-                async with asyncio.timeout(_TIMEOUT_S):
-                    for _ in range(_TRIES):
-                        if (found := await self._try(tenant, digest)) is not None:
-                            return found
-            except (StoreUnavailable, LeaseExpired, TimeoutError) as e:
-                _LOG.warning("who has an idempotency key is not known: %s", e)
-        raise ServiceUnavailable("idempotency-key: who has it cannot be found out now", retry_after_s=1.0)
 
-    async def _try(self, tenant: str, digest: str) -> tuple[str, int] | None:
-        """None: somebody was faster."""
-        record = AnswerRecord(tenant, digest, self._router_id)
-        kv = await self._store.get(record.key)
-        if kv is not None and (owner := AnswerRecord.stored(kv).router_id) != self._router_id:
-            return owner, 0
-        # One of this router's own that it does not know is of its last life.
-        revision = kv.mod_revision if kv is not None else 0
-        put = Put(record.key, record.to_json(), lease_id=self._lease_id())
-        result = await self._store.txn([Compare(record.key, revision)], [put])
-        return ("", result.revision) if result.succeeded else None
+        async def found() -> Owner | int:
+            for _ in range(_TRIES):
+                if (owner := await self._try(tenant, digest, request_id, takes_over)) is not None:
+                    return owner
+            raise StoreUnavailable("too many want it")
+
+        with self._asking.held(f"tenant {tenant} for its idempotency keys"):
+            return await self._in_time(found)
+
+    async def request_of(self, tenant: str, digest: str) -> str:
+        """The id of the request that another router has under the key; empty: there is none. Raises as `claim`."""
+
+        async def found() -> str:
+            kv = await self._store.get(keys.answer(tenant, digest))
+            known = AnswerRecord.stored(kv) if kv is not None else None
+            return known.request_id if known is not None and await self._living(known) is not None else ""
+
+        with self._asking.held(f"tenant {tenant} for its idempotency keys"):
+            return await self._in_time(found)
+
+    async def begin(self, tenant: str, digest: str, request_id: str, revision: int) -> int:
+        """The record says that the work has begun. Returns its revision. Raises AnsweredElsewhere: another router took
+        it meanwhile; or ServiceUnavailable."""
+        record = self._record(tenant, digest, request_id, has_begun=True)
+
+        async def put() -> int:
+            operation = Put(record.key, record.to_json(), lease_id=await self._lease())
+            result = await self._store.txn([Compare(record.key, revision)], [operation])
+            if not result.succeeded:
+                raise AnsweredElsewhere("idempotency-key: another router took it meanwhile", retry_after_s=1.0)
+            return result.revision
+
+        return await self._in_time(put)
 
     async def release(self, tenant: str, digest: str, revision: int) -> None:
-        """Only what was claimed at `revision`. Where the store is away it stands until the router's lease ends."""
+        """Only what is of `revision`. Where the store is away it stands until its lease ends."""
         key = keys.answer(tenant, digest)
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 await self._store.txn([Compare(key, revision)], [Delete(key)])
         except (StoreUnavailable, TimeoutError) as e:
             _LOG.info("an idempotency key's record stays for now: %s", e)
+
+    async def close(self) -> None:
+        """Its records stay."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait([self._keeping])
+
+    def _record(self, tenant: str, digest: str, request_id: str, *, has_begun: bool) -> AnswerRecord:
+        return AnswerRecord(tenant, digest, self._router_id, self._started_unix_s, request_id, has_begun)
+
+    async def _try(self, tenant: str, digest: str, request_id: str, takes_over: bool) -> Owner | int | None:
+        """None: somebody was faster."""
+        key = keys.answer(tenant, digest)
+        kv = await self._store.get(key)
+        known = AnswerRecord.stored(kv) if kv is not None else None
+        if known is not None and not takes_over and not self._is_own(known):
+            if (router := await self._living(known)) is not None:
+                return Owner(router)
+            if known.has_begun:
+                gone = f"idempotency-key: router {known.router_id}, which had begun its work, is gone with the answer"
+                raise AnswerLost(f"{gone}; another key does the work again")
+        # One of this router's own that it does not know is about to be released.
+        has_begun = takes_over and known is not None and known.has_begun
+        record = self._record(tenant, digest, request_id, has_begun=has_begun)
+        put = Put(key, record.to_json(), lease_id=await self._lease())
+        result = await self._store.txn([Compare(key, kv.mod_revision if kv is not None else 0)], [put])
+        return result.revision if result.succeeded else None
+
+    def _is_own(self, record: AnswerRecord) -> bool:
+        own = (self._router_id, self._started_unix_s)
+        return (record.router_id, record.router_started_unix_s) == own
+
+    async def _living(self, record: AnswerRecord) -> RouterRecord | None:
+        """The record's router, unless it is gone or began anew."""
+        if record.router_id == self._router_id:
+            return None
+        kv = await self._store.get(keys.router(record.router_id))
+        router = RouterRecord.stored(kv) if kv is not None else None
+        return router if router is not None and router.started_unix_s == record.router_started_unix_s else None
+
+    async def _lease(self) -> int:
+        async with self._granting:
+            if not self._lease_id:
+                self._lease_id = await self._store.grant(LEASE_S)
+                if self._keeping is not None:
+                    self._keeping.cancel()
+                self._keeping = asyncio.create_task(self._keep(self._lease_id), name="lease of idempotency keys")
+            return self._lease_id
+
+    async def _keep(self, lease_id: int) -> None:
+        while True:
+            await asyncio.sleep(LEASE_S - LASTS_S)
+            try:
+                await self._store.keep_alive(lease_id)
+            except LeaseExpired:
+                _LOG.warning("the lease of idempotency keys is lost: what had them is done again")
+                self._lease_id = 0 if self._lease_id == lease_id else self._lease_id
+                return
+            except StoreUnavailable as e:
+                _LOG.warning("the lease of idempotency keys is not renewed this time: %s", e)
+
+    async def _in_time(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Raises ServiceUnavailable where the store does not answer."""
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                return await ask()
+        except (StoreUnavailable, LeaseExpired, TimeoutError) as e:
+            if isinstance(e, LeaseExpired):
+                self._lease_id = 0
+            _LOG.warning("who has an idempotency key is not known: %s", e)
+        raise ServiceUnavailable("idempotency-key: who has it cannot be found out now", retry_after_s=1.0)

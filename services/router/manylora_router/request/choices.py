@@ -79,8 +79,10 @@ class Choices:
             choice.token_ids += token_ids
             self.num_tokens += len(token_ids)
             text, stop_string = pushed.text, pushed.stop_string
-            if stop_string is None and len(token_ids) >= max_tokens:
+            is_cut = stop_string is None and len(token_ids) >= max_tokens
+            if is_cut:
                 choice.end = ChoiceEnd(index, common_pb2.FINISH_REASON_LENGTH)
+            if is_cut or (stop_string is None and characters > len(text)):  # text is held back until a choice's end
                 rest = choice.text.finish()
                 text, stop_string = text + rest.text, rest.stop_string
             if stop_string is not None:

@@ -20,14 +20,13 @@ from manylora_shared.transport.places import Places
 
 from manylora_router.dialect.dialect import Dialect
 from manylora_router.front.feedback import FeedbackDesk
-from manylora_router.front.generation import generate
+from manylora_router.front.generation import Outliving, generate
 from manylora_router.front.http import errors
 from manylora_router.front.http.api import outliving
 from manylora_router.front.http.api.asked import Form
 from manylora_router.front.http.exchange import Exchange, encoded
 from manylora_router.front.http.fields import Fields
 from manylora_router.front.intake import Intake
-from manylora_router.front.kept_answers import KeptAnswers
 from manylora_router.front.loop_turns import Flow
 from manylora_router.front.pace import Pace
 from manylora_router.guard.admission import RequestInput
@@ -60,7 +59,7 @@ class Door:
     callers: Callers
     entrance: Entrance
     calls: Calls
-    kept: KeptAnswers
+    outliving: Outliving
     feedback: FeedbackDesk
     text: TextService  # of the pool; `at` gives another's door
     dialect: Dialect
@@ -109,7 +108,7 @@ class Door:
         """The body's fields."""
         flow = (exchange.tenant, qos_class)
         fields = Fields(await exchange.json(lambda cost: self._large(flow, cost)))
-        outliving.name(exchange, self.kept)
+        await outliving.name(exchange, self.outliving.kept)
         return fields
 
     @asynccontextmanager
@@ -311,7 +310,7 @@ class Answering:
 
     def _generate(self, request: RequestInput) -> AsyncGenerator[Frame]:
         door = self._door
-        return generate(request, intake=door.intake, calls=door.calls, kept=door.kept)
+        return generate(request, intake=door.intake, calls=door.calls, outliving=door.outliving)
 
     async def _frames(self) -> AsyncGenerator[tuple[int, Frame]]:
         """Each with its prompt's number. Close it. Raises the error of whichever fails first."""

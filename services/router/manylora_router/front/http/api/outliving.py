@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from manylora_shared.errors import InvalidRequest, NotFound
+from manylora_shared.errors import InvalidRequest
 from manylora_shared.metadata import IDEMPOTENCY_KEY, KEEP_KEY
 
 from manylora_router.front.http.exchange import LAST_EVENT_ID, EventIds, Exchange
@@ -13,16 +13,14 @@ from manylora_router.front.kept_answers import KEY_KEEP_S, KeptAnswers
 from manylora_router.guard.admission import MAX_KEEP_S, RequestInput
 
 
-def name(exchange: Exchange, kept: KeptAnswers) -> None:
-    """Gives the call the id of the answer that it is for, where that is here. Raises InvalidRequest or NotFound."""
+async def name(exchange: Exchange, kept: KeptAnswers) -> None:
+    """Gives the call the id of the answer that it is for, at whichever router. Raises InvalidRequest, or as
+    `KeptAnswers.id_of`."""
     headers = exchange.headers
     if LAST_EVENT_ID in headers:
-        request_id, _ = _last_event(headers)
-        if not kept.has(exchange.tenant, request_id):
-            raise NotFound(f"{LAST_EVENT_ID}: this router does not have the answer any more")
-        exchange.request_id = request_id
+        exchange.request_id, _ = _last_event(headers)
     elif key := headers.get(IDEMPOTENCY_KEY):
-        exchange.request_id = kept.id_of(exchange.tenant, key) or exchange.request_id
+        exchange.request_id = await kept.id_of(exchange.tenant, key) or exchange.request_id
 
 
 def asked(exchange: Exchange, requests: Sequence[RequestInput], *, is_stream: bool) -> list[RequestInput]:
@@ -41,7 +39,8 @@ def asked(exchange: Exchange, requests: Sequence[RequestInput], *, is_stream: bo
     keep_s = keep_s or (KEY_KEEP_S if is_again else 0)
     fingerprint = exchange.fingerprint()
     return [
-        replace(request, fingerprint=fingerprint, keep_s=keep_s, part=part) for part, request in enumerate(requests)
+        replace(request, fingerprint=fingerprint, keep_s=keep_s, part=part, is_again=is_again)
+        for part, request in enumerate(requests)
     ]
 
 

@@ -59,7 +59,7 @@ async def tell(
     (request,) = outliving.asked(exchange, [request], is_stream=is_stream)
     async with (
         exchange.watched(is_streaming=is_stream),
-        aclosing(generate(request, intake=door.intake, calls=door.calls, kept=door.kept)) as frames,
+        aclosing(generate(request, intake=door.intake, calls=door.calls, outliving=door.outliving)) as frames,
     ):
         headers: dict[str, str] = {}
         async for frame in frames:

@@ -1,0 +1,198 @@
+"""Two routers: an answer that one keeps is joined, replayed and gone on with at the other one, and done once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+from http_fakes import Front, http_front
+from manylora.v1 import answers_pb2, inference_pb2
+from manylora_router.app import RouterApp
+from manylora_router.config import RouterConfig
+from manylora_router.front.http.routes import Routes
+from manylora_router.front.http.server import HttpServer
+from manylora_shared.errors import Code, RpcError
+from manylora_shared.telemetry import Telemetry
+from manylora_shared.transport.base import methods_of
+from manylora_sim.fake_text import FakeText
+from manylora_sim.peers import SIMULATED
+from router_fakes import GENERATE, Answer, KeyedChannel, RouterCluster, read_all, say, simulate, text_request, until
+
+TEXT = "".join(chr(97 + i % 26) for i in range(120))
+SLOW = say(TEXT, per_frame=2, pause_s=0.01)
+READ = methods_of(answers_pb2.DESCRIPTOR.services_by_name["AnswerService"])["ReadAnswer"]
+
+
+@asynccontextmanager
+async def second_router(cluster: RouterCluster) -> AsyncIterator[RouterApp]:
+    app = RouterApp(
+        RouterConfig(adapter_store="unused", router_id="router-1", default_max_tokens=32),
+        transport=cluster.network.transport("router-1"),
+        store=cluster.store_server.client(),
+        text=FakeText(),
+        adapter_store=cluster.files,
+        documents=cluster.documents,
+        telemetry=Telemetry.disabled(),
+        rng=random.Random(1),
+        peer_secret=SIMULATED,
+        clock=cluster.clock,
+    )
+    await app.start()
+    await until(lambda: len(cluster.app.directory.routers) == 2)
+    try:
+        yield app
+    finally:
+        await app.stop(0.0)
+
+
+class Other:
+    """Asks the second router, with the first one's key."""
+
+    def __init__(self, cluster: RouterCluster, app: RouterApp) -> None:
+        channel = cluster.network.transport("client").connect(app.address)
+        self.channel = KeyedChannel(channel, cluster.client._credentials["authorization"].removeprefix("Bearer "))
+
+    async def ask(self, request: inference_pb2.GenerateRequest, **metadata: str) -> Answer:
+        sent = {"x-tenant-id": "acme"} | {name.replace("_", "-"): value for name, value in metadata.items()}
+        return await read_all(self.channel.stream(GENERATE, request, metadata=sent))
+
+
+def executed(cluster: RouterCluster) -> int:
+    return sum(len(worker.executed) for worker in cluster.workers)
+
+
+def test_a_key_does_the_work_once_over_two_routers() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        async with second_router(cluster) as app:
+            other, request = Other(cluster, app), text_request(max_tokens=100)
+            first, second = await asyncio.gather(
+                cluster.ask(request, idempotency_key="k"), other.ask(request, idempotency_key="k")
+            )
+            third = await other.ask(request, idempotency_key="k")
+            assert first.frames == second.frames == third.frames, "frame by frame"
+            assert third.text == TEXT[:100]
+            assert executed(cluster) == 1
+            await until(lambda: len(cluster.scheduler.settled) == 1)
+            reused = await other.ask(text_request("another"), idempotency_key="k")
+            assert reused.error is not None
+            assert (reused.error.code, reused.error.label) == (Code.INVALID_ARGUMENT, "idempotency_key_reused")
+            assert (await other.ask(request, idempotency_key="k", x_tenant_id="other")).error is None
+            assert executed(cluster) == 2, "another tenant's key is another key"
+
+    simulate(test, script=SLOW)
+
+
+def test_what_its_router_let_go_of_is_done_again_and_what_went_with_it_is_not() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        request = text_request()
+        async with second_router(cluster) as app:
+            other = Other(cluster, app)
+            assert (await other.ask(request, idempotency_key="gone")).error is None
+            assert (await other.ask(request, idempotency_key="let go")).error is None
+            for answer in app.kept.all():
+                if answer.key == "0 let go":
+                    app.kept._by_id.pop(("acme", answer.request_id))  # its record stands
+                    app.kept._by_key.pop(("acme", answer.key))
+            assert (await cluster.ask(request, idempotency_key="let go")).error is None
+            assert executed(cluster) == 3
+        await until(lambda: len(cluster.app.directory.routers) == 1)
+        refused = await cluster.ask(request, idempotency_key="gone")
+        assert refused.error is not None
+        assert (refused.error.code, refused.error.label) == (Code.ABORTED, "answer_lost")
+        assert executed(cluster) == 3
+
+    simulate(test)
+
+
+def test_who_lost_its_connection_goes_on_at_another_router_with_the_same_work() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        async with second_router(cluster) as app:
+            request = text_request(max_tokens=100, resumable=True)
+            stream, head = cluster.open(request, idempotency_key="k"), Answer()
+            for _ in range(7):
+                head.frames.append(await stream.read())
+            stream.cancel()
+            request.resume.token = head.frames[0].started.resume_token
+            request.resume.next_frame = len(head.frames)
+            request.resume.emitted.add(token_ids=head.ids_of(), text_characters=len(head.text_of(0)))
+            tail = await Other(cluster, app).ask(request, idempotency_key="k")
+            answer = Answer([*head.frames, *tail.frames], tail.error)
+            assert answer.finished.usage.completion_tokens == 100
+            assert answer.text == TEXT[:100]
+            assert executed(cluster) == 1
+
+    simulate(test, script=SLOW)
+
+
+def test_an_answer_is_told_to_services_of_the_cluster_alone() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        answer = await cluster.ask(text_request(), idempotency_key="k")
+        asked = answers_pb2.ReadAnswerRequest(tenant_id="acme", request_id=answer.frames[0].started.request_id)
+        for metadata, code in ({}, Code.UNAUTHENTICATED), (SIMULATED.metadata(), None):
+            told = await read_all(cluster.client.stream(READ, asked, metadata=metadata))
+            assert (told.error.code if told.error else None) is code
+        asked.tenant_id = "other"
+        told = await read_all(cluster.client.stream(READ, asked, metadata=SIMULATED.metadata()))
+        assert isinstance(told.error, RpcError)
+        assert told.error.code is Code.NOT_FOUND
+
+    simulate(test)
+
+
+def client_of(front: Front, server: HttpServer) -> httpx.AsyncClient:
+    headers = {"authorization": f"Bearer {front.key}"}
+    return httpx.AsyncClient(base_url=f"http://{server.address}", headers=headers, timeout=30)
+
+
+async def events(client: httpx.AsyncClient, most: int = 1000, **headers: str) -> list[str]:
+    """The first of them; then the connection is cut."""
+    found: list[str] = []
+    body = {"model": "tiny", "stream": True, "prompt": "hi", "max_tokens": 100}
+    sent = {name.replace("_", "-"): value for name, value in headers.items()}
+    async with client.stream("POST", "/v1/completions", json=body, headers=sent) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        text = ""
+        async for part in answer.aiter_text():
+            *whole, text = (text + part).split("\n\n")
+            found += whole
+            if len(found) >= most:
+                return found[:most]
+    return found
+
+
+def id_of(event: str) -> str:
+    return event.partition("\n")[0].removeprefix("id: ")
+
+
+async def test_over_http_the_missing_events_come_from_the_router_that_has_them() -> None:
+    async with http_front(SLOW) as front:
+        cluster = front.cluster
+        async with second_router(cluster) as app:
+            server = HttpServer(Routes(app.door))
+            await server.start("127.0.0.1:0")
+            try:
+                async with client_of(front, front.server) as here, client_of(front, server) as there:
+                    for headers in {"x_keep_s": "5"}, {"idempotency_key": "k"}:
+                        before = executed(cluster)
+                        head = await events(here, 3, **headers)
+                        tail = await events(there, last_event_id=id_of(head[-1]))
+                        whole = await events(here, last_event_id=id_of(head[0]).partition("-")[0] + "-0")
+                        assert head + tail == whole
+                        assert executed(cluster) == before + 1
+                    assert await events(there, idempotency_key="k") == whole, "with the same ids"
+                    unknown = {"last-event-id": "f" * 32 + "-1"}
+                    body = {"model": "tiny", "stream": True, "prompt": "hi"}
+                    lost = await there.post("/v1/completions", json=body, headers=unknown)
+                    assert (lost.status_code, lost.json()["error"]["param"]) == (404, "last-event-id")
+                    whole = await events(there, idempotency_key="gone")
+            finally:
+                await server.stop(0.0)
+        await until(lambda: len(cluster.app.directory.routers) == 1)
+        async with client_of(front, front.server) as here:
+            body = {"model": "tiny", "stream": True, "prompt": "hi", "max_tokens": 100}
+            for headers, status in ({"last-event-id": id_of(whole[0])}, 404), ({"idempotency-key": "gone"}, 409):
+                refused = await here.post("/v1/completions", json=body, headers=headers)
+                assert refused.status_code == status
