@@ -328,6 +328,7 @@ class Bench:
         )  # fmt: skip
         return runner
 
+    @torch.inference_mode(mode=False)  # threads of the engine write what is made here
     def traffic(self, cases: Sequence[str]) -> None:
         from bench import engine_traffic
 
