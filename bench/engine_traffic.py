@@ -362,6 +362,7 @@ def run_constrained(traffic: Traffic, vocab_size: int, emit: Callable[..., None]
     compiled = [compiler.compile(tenant_of(i), LISTS).result() for i in range(8)]
     uids = traffic.store.make(range(64))
     rates: dict[str, list[float]] = {"free": [], "constrained": []}
+    phases: dict[str, dict[str, float]] = {}  # milliseconds a step
     for turn in range(4):  # the first warms up
         for name, found in rates.items():
             ids = [
@@ -373,9 +374,13 @@ def run_constrained(traffic: Traffic, vocab_size: int, emit: Callable[..., None]
             while not all(request_id in traffic.first for request_id in ids):
                 if not traffic.turn():
                     time.sleep(0.0005)
-            tokens, started = traffic.tokens, traffic.now()
+            tokens, steps, started = traffic.tokens, traffic.core.stats().steps, traffic.now()
+            traffic.phases = dict.fromkeys(traffic.phases, 0.0)
             while traffic.now() < started + seconds:
                 traffic.turn()
+            steps = traffic.core.stats().steps - steps
+            phases[name] = {phase: 1e3 * spent / steps for phase, spent in traffic.phases.items()}
+            phases[name]["rows"] = (traffic.tokens - tokens) / steps
             if turn:
                 found.append((traffic.tokens - tokens) / (traffic.now() - started))
             stop(traffic, ids)
@@ -383,6 +388,7 @@ def run_constrained(traffic: Traffic, vocab_size: int, emit: Callable[..., None]
     emit(
         case="constrained", batch=64, vocab_size=vocab_size, free_tokens_per_s=free,
         constrained_tokens_per_s=constrained, ratio=constrained / free, all=rates,
+        phases_ms=phases,
     )  # fmt: skip
     compiler.close()
 

@@ -13,7 +13,7 @@ from manylora_worker.kinds.api import StepBatch
 
 class Step(Protocol):
     @property
-    def is_over(self) -> bool: ...
+    def is_read(self) -> bool: ...
 
 
 class FakeHostKv:
@@ -117,14 +117,14 @@ class FakeCopy:
         self._is_over = False
 
     def is_over(self) -> bool:
-        if not self._is_over and all(step.is_over for step in self._behind):
+        if not self._is_over and all(step.is_read for step in self._behind):
             self._polls_left -= 1
             if self._polls_left < 0:
                 self.wait()
         return self._is_over
 
     def wait(self) -> None:
-        assert all(step.is_over for step in self._behind), "a step in front of it was not ended"
+        assert all(step.is_read for step in self._behind), "a step in front of it was not ended"
         if not self._is_over:
             self._is_over = True
             self.seconds = self._host_kv.block_copy_s / 2 * len(self.blocks)

@@ -41,6 +41,7 @@ _HEAD = struct.Struct("<QII8s")
 _TABLES_BOUND = 1024
 _NOTHING_HASHED = hashlib.blake2b(digest_size=16)
 _MATRICES = 3  # of an adapter, as it is merged
+NO_TOKEN = -7  # of a row whose mask came too late
 _HASHED_AT_ONCE = 1024  # over 2,047 bytes hashlib lets go of the interpreter lock, and waits to get it back
 
 
@@ -265,22 +266,27 @@ class FakeRunner:
             chunk.adapter_uid,
             memoryview(context)[: end * _CELL.size],
         )
+        if chunk.mask_follows:
+            self._fail("a mask does not come")
         barred = {token for token, before in chunk.bars if before in (ANY_TOKEN, *chunk.output_token_ids[-1:])}
         allowed = chunk.sampling.allowed_token_ids
-        while token_id in barred or (allowed and token_id not in allowed):
+        while token_id in barred or (allowed and token_id not in allowed) or not _is_in(chunk.mask, token_id):
             token_id = (token_id + 1) % self.vocab_size
         return Sampled(chunk.sequence_id, token_id, logprobs)
 
 
 class AheadFakeRunner(FakeRunner):
     """A step is computed when its result is asked for, from what the batch was at `submit`. Faults: a step writes what
-    an unread one writes for another request; an adapter goes while an unread step uses it.
+    an unread one writes for another request; an adapter goes while an unread step uses it; a step comes before the one
+    ahead of it has drawn.
     """
 
     _checks_copies_at_submit = True
 
     def submit(self, batch: StepBatch) -> FakeStep:
-        unread = [step for step in self._steps if not step.is_over]
+        unread = [step for step in self._steps if not step.is_read]
+        if any(step.awaits_masks for step in unread):
+            self._fail("the step before has not drawn")
         if len(unread) > 1:
             self._fail("two steps are in flight already")
         self._check_adapters(batch)
@@ -327,6 +333,8 @@ class FakeStep:
         self._batch = replace(batch, chunks=copied)
         self._before = before
         self._outcome: Sequence[Sampled] | Exception | None = None
+        self.awaits_masks = any(chunk.mask_follows for chunk in copied)
+        self._undrawn: dict[int, None] = {}
         # by block: the prompt of the request that writes it in this step; None: it is cleared
         self.writes: dict[int, Sequence[int] | None] = {}
         self.writes.update(dict.fromkeys(batch.clear_blocks))
@@ -336,15 +344,38 @@ class FakeStep:
                 self.writes[chunk.block_table[index]] = chunk.prompt_token_ids
 
     @property
-    def is_over(self) -> bool:
+    def is_read(self) -> bool:
         return self._outcome is not None
 
+    def is_over(self) -> bool:
+        return self.is_read or self.awaits_masks  # the layers are none
+
+    def draw(self, masks: Mapping[int, bytes]) -> None:
+        following = {chunk.sequence_id for chunk in self._batch.chunks if chunk.mask_follows}
+        if not self.awaits_masks or not set(masks) <= following:
+            self._runner._fail("masks come that were not said to follow")
+        self.awaits_masks = False
+        self._undrawn.update(dict.fromkeys(following - set(masks)))
+        chunks = [
+            replace(chunk, mask=masks.get(chunk.sequence_id, chunk.mask), mask_follows=False)
+            for chunk in self._batch.chunks
+        ]
+        self._batch = replace(self._batch, chunks=chunks)
+
+    @property
+    def drawn(self) -> Mapping[int, int]:
+        """Of a step that was read."""
+        return {s.sequence_id: s.token_id for s in self.result() if s.sequence_id not in self._undrawn}
+
     def result(self) -> Sequence[Sampled]:
-        assert self._before is None or self._before.is_over, "results are read in order"
+        assert self._before is None or self._before.is_read, "results are read in order"
+        assert not self.awaits_masks, "it has not drawn"
         if self._outcome is None:
             try:
-                drawn = {} if self._before is None else {s.sequence_id: s.token_id for s in self._before.result()}
-                self._outcome = self._runner.compute(self._batch, drawn)
+                found = self._runner.compute(self._batch, {} if self._before is None else self._before.drawn)
+                self._outcome = [
+                    Sampled(each.sequence_id, NO_TOKEN) if each.sequence_id in self._undrawn else each for each in found
+                ]
             except Exception as error:
                 self._outcome = error
         self._before = None
@@ -414,6 +445,7 @@ def reference_tokens(
     stop_token_ids: Collection[int] = (),
     min_tokens: int = 0,
     bad_sequences: Collection[tuple[int, ...]] = (),
+    allows: Callable[[Sequence[int], int], bool] = lambda output, token_id: True,
 ) -> list[int]:
     """Up to `count` tokens, `emitted_token_ids` included, ended before the first stop token."""
     draw = TokenDraw(vocab_size, eos_token_id, eos_one_in)
@@ -427,7 +459,7 @@ def reference_tokens(
         token_id, _ = draw.draw(sampling, choice, len(output), adapter_uid, context)
         barred = set(stop_token_ids) if len(output) < min_tokens else set()
         barred |= {word[-1] for word in bad_sequences if (*output, word[-1])[-len(word) :] == word}
-        while token_id in barred:
+        while token_id in barred or not allows(output, token_id):
             token_id = (token_id + 1) % vocab_size
         if token_id in stop_token_ids:
             break
@@ -559,6 +591,10 @@ class FakeValidator:
 
     async def largest_update(self, path: str, uid: AdapterUid) -> str:
         return "that of q_proj"
+
+
+def _is_in(mask: bytes | None, token_id: int) -> bool:
+    return mask is None or bool(mask[token_id // 8] >> token_id % 8 & 1)
 
 
 @functools.lru_cache(maxsize=4096)

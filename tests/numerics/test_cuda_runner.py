@@ -30,7 +30,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Co
 
 from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.driver import LIMITS, Driver, Stream, composed_streams, make_runner, mixed_streams
-from tests.numerics.families import FAMILIES
+from tests.numerics.families import FAMILIES, VOCAB_SIZE
+from tests.properties.odd import Odd, allows
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
@@ -214,7 +215,7 @@ def test_the_core_runs_ahead_in_the_interpreter(
     family_of: FamilyOf, monkeypatch: pytest.MonkeyPatch, has_graphs: bool
 ) -> None:
     """Pending tokens, a prompt in chunks beside a decode, a stop found late, penalties counted on the device; kernel by
-    kernel, and in the shapes of the graphs with their padding."""
+    kernel, and in the shapes of the graphs with their padding; beside a row whose masks come behind the layers."""
     monkeypatch.setattr(loader, "can_pack", lambda *_: False)
     family = family_of("llama")
     _, runner = make_device_runner(family, family.folder, "cpu")
@@ -234,6 +235,8 @@ def test_the_core_runs_ahead_in_the_interpreter(
     for name in BAD:
         samplings[name], prompts[name] = samplings["long"], prompts["long"]
         want[name] = _without(family, prompts[name], bad[name], 5)
+    samplings["masked"], prompts["masked"] = samplings["long"], [6, 3, 5]
+    want["masked"] = _without(family, prompts["masked"], (), 5, allows)
     samplings["least"], prompts["least"] = replace(samplings["stops"], min_tokens=4), prompts["stops"]
     want["least"] = _without(family, prompts["least"], ((stop,),), 4)
     for name, prompt in prompts.items():
@@ -242,6 +245,7 @@ def test_the_core_runs_ahead_in_the_interpreter(
                 RequestId(name), TenantId("t"), QosClass.BATCH, None, tuple(prompt), 5, samplings[name],
                 stop_token_ids=frozenset([stop]) if name in ("stops", "least") else frozenset(),
                 bad_sequences=bad.get(name, ()),
+                constraint=Odd(40, vocab_size=VOCAB_SIZE) if name == "masked" else None,
             ),
             0.0,
         )  # fmt: skip
@@ -255,6 +259,7 @@ def test_the_core_runs_ahead_in_the_interpreter(
     assert core.step_error is None
     assert ahead > 4
     assert bool(runner._recordings) == bool(runner._mixed_graphs) == has_graphs
+    assert bool(runner._draw_graphs) == has_graphs
     assert got.pop("penalties") == _drawn_on_the_cpu(family, prompts["penalties"], penalized, 5)
     assert got.pop("least")[:4] == want.pop("least")
     assert got == want
@@ -264,7 +269,13 @@ BAD = {"two": [(1, 2)], "three": [(0, 3), (3, 1)]}
 """By request: (start, length) of its bad words in what it would say without them."""
 
 
-def _without(family: Family, prompt: list[int], bad: Sequence[tuple[int, ...]], count: int) -> list[int]:
+def _without(
+    family: Family,
+    prompt: list[int],
+    bad: Sequence[tuple[int, ...]],
+    count: int,
+    allows: Callable[[Sequence[int], int], bool] = lambda output, token_id: True,
+) -> list[int]:
     """The likeliest tokens of which none completes a bad word, by the reference's pass over all of them."""
     output: list[int] = []
     while len(output) < count:
@@ -272,6 +283,7 @@ def _without(family: Family, prompt: list[int], bad: Sequence[tuple[int, ...]], 
         for word in bad:
             if (*output, word[-1])[-len(word) :] == word:
                 logits[word[-1]] = float("-inf")
+        logits[[not allows(output, token_id) for token_id in range(len(logits))]] = float("-inf")
         output.append(int(logits.argmax()))
     return output
 

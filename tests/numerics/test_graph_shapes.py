@@ -11,10 +11,12 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 
 from manylora_worker.models.cuda.graph_shapes import (
     BY_ROW,
+    MASKED,
     MIXED_ROWS,
     NO_LORA,
     decode_shape,
     decode_shapes,
+    draw_shapes,
     has_graph,
     mixed_shape,
     mixed_shapes,
@@ -41,14 +43,29 @@ def test_decodes(max_sequences: int) -> None:
     for rows in range(1, max_sequences + 1):
         for tiles in (NO_LORA, *range(1, rows + 1)):
             for sampling in _SAMPLINGS:
-                needed = SamplingPlan.of([sampling], has_masks=sampling.top_logprobs is None and rows % 2 == 0)
+                needed = SamplingPlan.of([sampling])
                 assert has_graph(needed)
                 shape = decode_shape(rows, tiles, needed, max_sequences)
                 assert shape in captured
                 assert shape.rows >= rows
+                assert shape.plan is not None
                 assert shape.plan.covers(needed)
                 assert (shape.lora_tiles == NO_LORA) == (tiles == NO_LORA)
                 assert tiles == NO_LORA or shape.lora_tiles == BY_ROW or shape.lora_tiles >= tiles
+
+
+@pytest.mark.parametrize("max_sequences", [1, 3, 8, 64, 100, 256])
+def test_rows_with_masks_are_drawn_apart(max_sequences: int) -> None:
+    captured, draws = set(decode_shapes(max_sequences)), set(draw_shapes(max_sequences))
+    for rows in range(1, max_sequences + 1):
+        layers = decode_shape(rows, NO_LORA, None, max_sequences)
+        assert layers in captured
+        assert layers.plan is None
+        assert layers.rows in draws
+    for sampling in _SAMPLINGS:
+        needed = SamplingPlan.of([sampling], has_masks=True)
+        assert not has_graph(needed)
+        assert MASKED.covers(needed) == (sampling.top_logprobs is None)
 
 
 @pytest.mark.parametrize(("max_rows", "max_sequences"), [(1, 1), (48, 8), (512, 64), (2112, 256)])

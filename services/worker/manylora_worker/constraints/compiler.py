@@ -21,7 +21,7 @@ from manylora_worker.kinds.constraint import Matcher
 TENANT_BYTES = 32 << 20
 _KNOWN_TENANTS = 64
 _COMPILE_THREADS = 2
-_MASK_THREADS = 4
+_MASK_THREADS = 8
 _LEAST_BYTES = 1 << 17  # of one that is compiled, measured; and for each byte of its grammar
 _BYTES_A_BYTE = 64
 

@@ -1,11 +1,12 @@
 """Matchers over llguidance, whose masks are made on threads beside the engine's.
 
-A tenant's work is one lane, which one thread at a time works off: a grammar that is slow delays its own tenant's rows.
+A tenant's work is one lane, which few threads at a time work off: a grammar that is slow delays its own tenant's rows.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +14,8 @@ from llguidance import LLMatcher
 from manylora_shared.constraints.grammar import panics_as_errors
 
 GRACE_S = 0.001  # that the engine waits for one lane in a step
+_THREADS = 2  # that work for one lane at a time
+_TURN = 8  # masks that a thread makes before other lanes have their turn
 
 
 class Lane:
@@ -20,29 +23,34 @@ class Lane:
         self._pool = pool
         self._notify = notify
         self._lock = threading.Lock()
-        self._work: list[ConstraintMatcher] = []
+        self._work: deque[ConstraintMatcher] = deque()
+        self._num_turns = 0  # that run or wait for a thread
         self._is_idle = threading.Event()
         self._is_idle.set()
 
     def add(self, matcher: ConstraintMatcher) -> None:
         with self._lock:
             self._work.append(matcher)
-            if not self._is_idle.is_set():
-                return
             self._is_idle.clear()
+            if self._num_turns == _THREADS:
+                return
+            self._num_turns += 1
         self._pool.submit(self._run)
 
     def wait(self) -> None:
         self._is_idle.wait(GRACE_S)
 
     def _run(self) -> None:
-        with self._lock:
-            work, self._work = self._work, []
-        for matcher in work:
+        for _ in range(_TURN):
+            with self._lock:
+                matcher = self._work.popleft() if self._work else None
+            if matcher is None:
+                break
             matcher.work()
         with self._lock:
             has_more = bool(self._work)
-            if not has_more:
+            self._num_turns -= not has_more
+            if not self._num_turns:
                 self._is_idle.set()
         self._notify()
         if has_more:

@@ -51,7 +51,7 @@ from manylora_worker.memory.prefixes import Prefixes
 from manylora_worker.memory.swapping import Swapper
 from manylora_worker.memory.tenant_shares import TenantShare, TenantShares
 from manylora_worker.planning.slots import Scheduled
-from manylora_worker.planning.step_planner import FlowSlots, PlannerLimits, StepPlan, StepPlanner
+from manylora_worker.planning.step_planner import FlowSlots, PlannerLimits, StepPlanner
 from manylora_worker.planning.step_time import StepTime
 
 
@@ -129,7 +129,7 @@ class EngineCore:
         self._endings = Endings(
             self._requests, self._planner, self._prefixes, self._adapters, self._outbox, self._request_closed
         )
-        self._masks = Masks(self._endings)
+        self._masks = Masks(self._endings, self._flights)
         self._counters = WorkCounters()
         # with the version that they are of
         self._tenant_adapters: tuple[int, Mapping[TenantId, TenantAdapters]] | None = None
@@ -297,7 +297,7 @@ class EngineCore:
         if self._arena is not None:
             self._arena.look(now, kv_is_short=self._planner.was_short)
         plan = self._planner.plan(is_ahead=bool(self._flights))
-        self._count_setbacks(plan)
+        self._counters.planned(plan)
         if not plan.scheduled:
             return None
         for item in plan.scheduled:
@@ -471,14 +471,6 @@ class EngineCore:
         self._step_time.measured(num_prefill, seconds)
         self._step_ended_s = now
 
-    def _count_setbacks(self, plan: StepPlan) -> None:
-        for sequence in plan.yielded:
-            self._counters.set_back(sequence.tenant_id, Setbacks(preemptions=1))
-        for sequence in plan.swapped:
-            self._counters.set_back(sequence.tenant_id, Setbacks(swaps_out=1))
-        for sequence in plan.evicted:
-            self._counters.set_back(sequence.tenant_id, Setbacks(evictions=1))
-
     def _adapter_ready(self, group: SequenceGroup, now: float) -> None:
         group.times.adapter_ready_s = now
         self._requests.load_over(group)
@@ -517,6 +509,10 @@ class EngineCore:
         sequence = part.scheduled.sequence
         group = sequence.group
         self._leave_step(part)
+        if part.is_undrawn:
+            if not sequence.is_finished:
+                self._masks.came_too_late(sequence)
+            return
         if part.num_recomputed_tokens:
             self._counters.set_back(sequence.tenant_id, Setbacks(recomputed_tokens=part.num_recomputed_tokens))
         is_taken = part.scheduled.samples and not sequence.is_finished

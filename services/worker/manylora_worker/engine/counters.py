@@ -13,7 +13,7 @@ from manylora_worker.engine.request_table import RequestTable
 from manylora_worker.kinds.flow import FlowKey
 from manylora_worker.memory.block_pool import BlockPool
 from manylora_worker.memory.swapping import Swapper
-from manylora_worker.planning.step_planner import StepPlanner
+from manylora_worker.planning.step_planner import StepPlan, StepPlanner
 
 
 class FlowTokens(NamedTuple):
@@ -97,6 +97,14 @@ class WorkCounters:
             tenant_id, Setbacks()
         ).with_more(more)
         self.setbacks = self.setbacks.with_more(more)
+
+    def planned(self, plan: StepPlan) -> None:
+        for sequence in plan.yielded:
+            self.set_back(sequence.tenant_id, Setbacks(preemptions=1))
+        for sequence in plan.swapped:
+            self.set_back(sequence.tenant_id, Setbacks(swaps_out=1))
+        for sequence in plan.evicted:
+            self.set_back(sequence.tenant_id, Setbacks(evictions=1))
 
     def flows(self) -> Mapping[FlowKey, FlowTokens]:
         return {flow: FlowTokens(*tokens) for flow, tokens in self._flows.items()}

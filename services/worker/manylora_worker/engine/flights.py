@@ -5,13 +5,14 @@ one sequence's share of a step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from manylora_worker.kinds.api import (
     AheadRunner,
+    AheadStep,
     LosableRunner,
     ModelRunner,
     PendingStep,
@@ -20,8 +21,8 @@ from manylora_worker.kinds.api import (
     SequenceChunk,
     StepBatch,
 )
-from manylora_worker.kinds.constraint import kept_bars
-from manylora_worker.kinds.sequence import SequenceStatus
+from manylora_worker.kinds.constraint import barred
+from manylora_worker.kinds.sequence import Sequence, SequenceStatus
 from manylora_worker.memory.block_pool import BlockWork
 from manylora_worker.planning.slots import Scheduled
 
@@ -34,6 +35,8 @@ class Part:
     num_recomputed_tokens: int
     end: int  # the position up to which the step computes
     num_scored: int  # of the prompt's tokens
+    mask_follows: bool = False
+    is_undrawn: bool = False  # no mask came
 
     @property
     def is_answered(self) -> bool:
@@ -45,6 +48,7 @@ class Flight(NamedTuple):
     work: BlockWork
     pending: PendingStep
     begun_s: float
+    undrawn: AheadStep | None = None  # it draws when the masks of some of its rows are there
 
 
 class Over:
@@ -73,6 +77,10 @@ class Flights:
         return iter(self._flights)
 
     @property
+    def run_ahead(self) -> bool:
+        return self._ahead is not None
+
+    @property
     def must_wait(self) -> bool:
         return len(self._flights) > (self._ahead is not None)
 
@@ -89,16 +97,44 @@ class Flights:
     def submit(self, batch: StepBatch, parts: SequenceOf[Part], work: BlockWork, begun_s: float) -> None:
         """At once, or beside what comes next. An exception is the step's result, but for RunnerLost."""
         pending: PendingStep
+        undrawn = None
         try:
-            pending = Over(self._runner.execute(batch)) if self._ahead is None else self._ahead.submit(batch)
+            if self._ahead is None:
+                pending = Over(self._runner.execute(batch))
+            else:
+                pending = ahead = self._ahead.submit(batch)
+                undrawn = ahead if any(part.mask_follows for part in parts) else None
         except RunnerLost:
             raise
         except Exception as error:  # whatever it is, it ends the batch's requests (EngineCore.end_step)
             pending = Over(error)
-        self._flights.append(Flight(parts, work, pending, begun_s))
+        self._flights.append(Flight(parts, work, pending, begun_s, undrawn))
+
+    @property
+    def undrawn(self) -> Flight | None:
+        """The newest, where masks follow."""
+        return self._flights[-1] if self._flights and self._flights[-1].undrawn is not None else None
+
+    def draw(self, masks: Mapping[int, bytes]) -> None:
+        """Of `undrawn`. masks: by holding id. An exception is the step's result, but for RunnerLost."""
+        flight = self._flights.pop()
+        step = flight.undrawn
+        assert step is not None
+        for part in flight.parts:
+            part.is_undrawn = part.mask_follows and part.holding_id not in masks
+        flight = flight._replace(undrawn=None)
+        try:
+            step.draw(masks)
+        except RunnerLost:
+            raise
+        except Exception as error:
+            flight = flight._replace(pending=Over(error))
+        self._flights.append(flight)
 
     def wait(self) -> SequenceOf[Sampled] | Exception:
-        """Of the oldest. Touches no state. Raises RunnerLost."""
+        """Of the oldest. Raises RunnerLost."""
+        if self._flights[0].undrawn is not None:
+            self.draw({})
         try:
             return self._flights[0].pending.result()
         except RunnerLost:
@@ -117,8 +153,9 @@ class Flights:
         expected = [part.holding_id for part in flight.parts if part.is_answered]
         if [sampled.sequence_id for sampled in result] != expected:
             return RuntimeError("the model's answer is not that of the batch")
+        undrawn = {part.holding_id for part in flight.parts if part.is_undrawn}
         for sampled in result:
-            if sampled.error is not None:
+            if sampled.error is not None or sampled.sequence_id in undrawn:
                 continue
             for token_id in (sampled.token_id, *sampled.further):
                 if not 0 <= token_id < self._runner.vocab_size:
@@ -138,7 +175,16 @@ def part_of(item: Scheduled) -> Part:
         num_recomputed_tokens=item.num_tokens - num_new_tokens if is_prefill else 0,
         end=end,
         num_scored=len(sequence.group.scored(sequence.num_computed_tokens, end)),
+        mask_follows=item.samples and sequence.awaits_mask,
     )
+
+
+def mask_of(sequence: Sequence) -> bytes:
+    """Of its next draw; no token is pending."""
+    assert sequence.matcher is not None
+    bars = sequence.group.bars
+    mask = sequence.matcher.mask
+    return mask if bars is None else barred(mask, bars.after(sequence.output_token_ids, 0))
 
 
 def chunk_of(item: Scheduled, *, is_merged: bool = False) -> SequenceChunk:
@@ -146,13 +192,10 @@ def chunk_of(item: Scheduled, *, is_merged: bool = False) -> SequenceChunk:
     sequence, request = item.sequence, item.sequence.group.request
     bars: SequenceOf[tuple[int, int]] = ()
     mask: bytes | None = None
-    if item.samples:
-        if sequence.group.bars is not None:
-            bars = sequence.group.bars.after(sequence.output_token_ids, sequence.num_pending_tokens)
-        if sequence.matcher is not None:
-            assert not sequence.awaits_mask
-            mask = sequence.matcher.mask
-            bars = kept_bars(mask, bars)
+    if item.samples and sequence.matcher is not None:
+        mask = None if sequence.awaits_mask else mask_of(sequence)
+    elif item.samples and sequence.group.bars is not None:
+        bars = sequence.group.bars.after(sequence.output_token_ids, sequence.num_pending_tokens)
     return SequenceChunk(
         sequence_id=sequence.holding_id,
         token_ids=(*sequence.next_tokens(item.num_tokens), *item.guesses),
@@ -168,5 +211,6 @@ def chunk_of(item: Scheduled, *, is_merged: bool = False) -> SequenceChunk:
         bars=bars,
         scored=sequence.group.scored(sequence.num_computed_tokens, sequence.num_computed_tokens + item.num_tokens),
         mask=mask,
+        mask_follows=item.samples and sequence.awaits_mask,
         num_guesses=len(item.guesses),
     )

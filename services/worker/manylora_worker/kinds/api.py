@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -133,8 +133,9 @@ class SequenceChunk:
     # (token, before): a token that is not drawn where `before` is the pending token, or ANY_TOKEN (bars.py)
     bars: Sequence[tuple[int, int]] = ()
     scored: range = NO_POSITIONS  # of these positions' logits the log-probability of the prompt's next token is told
-    # a bit for each token (constraint.Matcher.mask): those that may be drawn; None: all. No token is pending then
+    # a bit for each token (constraint.Matcher.mask): those that may be drawn; None: all
     mask: bytes | None = None
+    mask_follows: bool = False  # it is not known yet, and comes with AheadStep.draw
     # The last so many of `token_ids` are guesses of what is drawn before them: one more is drawn for each of them that
     # is right (speculation.py). Only where nothing is pending, and no draw looks at what was drawn before.
     num_guesses: int = 0
@@ -219,11 +220,21 @@ class PendingStep(Protocol):
         """Waits, and returns as ModelRunner.execute."""
 
 
+class AheadStep(PendingStep, Protocol):
+    def is_over(self) -> bool:
+        """The runner is through with what it has of the step. Never blocks."""
+
+    def draw(self, masks: Mapping[int, bytes]) -> None:
+        """Once, where masks follow, before `result` and the next step. masks: by sequence. Where one is missing, the
+        token that is drawn means nothing.
+        """
+
+
 @runtime_checkable
 class AheadRunner(ModelRunner, Protocol):
     """Takes the next step while one is being computed, in the order of `submit`."""
 
-    def submit(self, batch: StepBatch) -> PendingStep:
+    def submit(self, batch: StepBatch) -> AheadStep:
         """At most one other is unread then. Raises what is wrong with this step alone; nothing of it was done."""
 
 

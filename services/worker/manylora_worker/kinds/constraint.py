@@ -37,13 +37,11 @@ class CompiledConstraint(Protocol):
         """For a choice without a token."""
 
 
-def kept_bars(mask: bytes, bars: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-    """None of them where the constraint allows no other token: it goes before them."""
+def barred(mask: bytes, bars: Sequence[tuple[int, int]]) -> bytes:
+    """Without their tokens, unless the constraint allows no others: it goes before them. No token is pending."""
     if not bars:
-        return bars
-    allowed = int.from_bytes(mask, "little")
-    if allowed.bit_count() > len(bars):
-        return bars
+        return mask
+    allowed = bytearray(mask)
     for token_id, _ in bars:
-        allowed &= ~(1 << token_id)
-    return bars if allowed else ()
+        allowed[token_id // 8] &= ~(1 << token_id % 8)
+    return bytes(allowed) if any(allowed) else mask

@@ -87,7 +87,9 @@ class Sequence:
         "flow",
         "group",
         "has_worked",
+        "is_undrawn",
         "item",
+        "masks_follow",
         "matcher",
         "max_output_tokens",
         "num_charged_tokens",
@@ -133,7 +135,9 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         compiled = group.request.constraint
         self.matcher: Matcher | None = None if compiled is None else compiled.matcher()
-        self.awaits_mask = compiled is not None  # it cannot draw: its last token is pending, or the next one's mask is
+        self.awaits_mask = compiled is not None  # its last token is pending, or the next one's mask is
+        self.masks_follow = False  # the runner takes them behind the layers
+        self.is_undrawn = False  # in the step in flight it drew nothing: its mask came too late
         self.speculation: Speculation | None = None  # from its first decoding step on, where its group speculates
         self.num_guesses = 0  # in the step in flight: how many tokens that draws is not known
 
@@ -196,6 +200,14 @@ class Sequence:
         self.num_steps_in_flight += 1
         self.num_pending_tokens += samples
         self.awaits_mask |= samples and self.matcher is not None
+
+    @property
+    def is_held_up(self) -> bool:
+        """It cannot draw in the next step. A last token waits for its mask first: a step may come to draw nothing."""
+        if not self.awaits_mask:
+            return False
+        follows = self.masks_follow and self.num_pending_tokens > 0 and self.status is SequenceStatus.DECODE
+        return not follows or self.is_undrawn or self.num_output_tokens + 1 >= self.max_output_tokens
 
     def guess(self, most: int) -> SequenceOf[int] | None:
         """The next tokens, `most` at most. None: its last draw is worth waiting for, to guess from there."""

@@ -184,7 +184,7 @@ class StepPlanner:
         chunks: list[Scheduled] = []
         scheduled: list[Scheduled] = []
         for unit in self._slots.units:
-            guesses = None if unit.sequence.awaits_mask else self._guesses(unit)
+            guesses = None if unit.sequence.is_held_up else self._guesses(unit)
             if guesses is None:
                 unit.step_cost = 0  # it keeps its slot, and the others go on
                 continue
@@ -310,7 +310,7 @@ class StepPlanner:
         if self._reclaim.waits or round_.deferred is not None or item in round_.refused:
             return None
         sequence = self._queue.sequence(item)
-        if sequence.awaits_mask or sequence.num_guesses:
+        if sequence.is_held_up or sequence.num_guesses:
             round_.refused[item] = None
             round_.awaits_mask = True
             return None

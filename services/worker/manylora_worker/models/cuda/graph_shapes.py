@@ -4,7 +4,7 @@ room for it; missing rows are padding, missing tiles end at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from manylora_shared.sampling import MAX_TOP_LOGPROBS
@@ -20,9 +20,10 @@ SAMPLING_PLANS = (  # what a captured step can do about sampling, cheapest first
     GREEDY,
     SamplingPlan(draws=True),
     SamplingPlan(draws=True, cuts=True),
-    SamplingPlan(draws=True, cuts=True, masks=True),
     SamplingPlan(draws=True, cuts=True, top_logprobs=MAX_TOP_LOGPROBS),
 )
+# The draw by itself, behind the layers alone: masks are made meanwhile.
+MASKED = SamplingPlan(draws=True, cuts=True, masks=True)
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
@@ -31,11 +32,11 @@ MIXED_ROWS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 
 
 class DecodeShape(NamedTuple):
-    """A graph for steps that only decode, the draw included."""
+    """A graph for steps that only decode. plan: of the draw; None: it is not included."""
 
     rows: int
     lora_tiles: int  # room for so many, BY_ROW or NO_LORA
-    plan: SamplingPlan
+    plan: SamplingPlan | None
 
 
 class MixedShape(NamedTuple):
@@ -54,17 +55,23 @@ def has_graph(needed: SamplingPlan) -> bool:
     return any(plan.covers(needed) for plan in SAMPLING_PLANS)
 
 
-def decode_shape(rows: int, lora_tiles: int, needed: SamplingPlan, max_sequences: int) -> DecodeShape:
+def decode_shape(rows: int, lora_tiles: int, needed: SamplingPlan | None, max_sequences: int) -> DecodeShape:
     bucket = bucket_of(rows, max_sequences)
     tiles = NO_LORA if lora_tiles == NO_LORA else _tiles_of(lora_tiles, bucket)
-    return DecodeShape(bucket, tiles, next(plan for plan in SAMPLING_PLANS if plan.covers(needed)))
+    plan = None if needed is None else next(plan for plan in SAMPLING_PLANS if plan.covers(needed))
+    return DecodeShape(bucket, tiles, plan)
+
+
+def draw_shapes(max_sequences: int) -> Sequence[int]:
+    """Rows of the graphs that draw alone."""
+    return sorted({bucket_of(rows, max_sequences) for rows in range(1, max_sequences + 1)})
 
 
 def decode_shapes(max_sequences: int) -> Iterator[DecodeShape]:
-    for bucket in sorted({bucket_of(rows, max_sequences) for rows in range(1, max_sequences + 1)}):
+    for bucket in draw_shapes(max_sequences):
         by_tile = {_tiles_of(tiles, bucket) for tiles in range(1, bucket + 1)}
         for lora_tiles in sorted({NO_LORA, BY_ROW, *by_tile}):
-            yield from (DecodeShape(bucket, lora_tiles, plan) for plan in SAMPLING_PLANS)
+            yield from (DecodeShape(bucket, lora_tiles, plan) for plan in (*SAMPLING_PLANS, None))
 
 
 def mixed_shape(

@@ -7,7 +7,7 @@ cleared, copied and written in stream order, so an earlier step never touches a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -22,13 +22,16 @@ from manylora_worker.models.cuda.decoder import Decoder, DeviceStep, buffer_byte
 from manylora_worker.models.cuda.graph_shapes import (
     BUCKETS,
     GREEDY,
+    MASKED,
     MIXED_ROWS,
     NO_LORA,
     SAMPLING_PLANS,
     DecodeShape,
     MixedShape,
+    bucket_of,
     decode_shape,
     decode_shapes,
+    draw_shapes,
     has_graph,
     mixed_shape,
     mixed_shapes,
@@ -36,7 +39,7 @@ from manylora_worker.models.cuda.graph_shapes import (
 )
 from manylora_worker.models.cuda.kernels.attention import PagedLayout, prefill_block_m
 from manylora_worker.models.cuda.kernels.sampling import DeviceBars, DeviceSampler, SampledRows, SamplingPlan
-from manylora_worker.models.cuda.pending_step import PendingStep
+from manylora_worker.models.cuda.pending_step import Draws, PendingStep
 from manylora_worker.models.cuda.sampler_rows import SamplerRows, bars_on_device
 from manylora_worker.models.cuda.step_packing import PackedStep, StepPacker
 from manylora_worker.models.cuda.step_tables import StepTables, to_device
@@ -79,7 +82,31 @@ _Result = TypeVar("_Result")
 @dataclass(frozen=True)
 class _Recorded:
     graph: torch.cuda.CUDAGraph
-    drawn: SampledRows  # what each replay writes
+    drawn: SampledRows | None  # what each replay writes
+
+
+@dataclass(frozen=True)
+class _Sampling:
+    """What a step draws. chunks, rows: one for each draw."""
+
+    chunks: Sequence[SequenceChunk]
+    rows: Sequence[int]
+    plan: SamplingPlan
+
+    @classmethod
+    def of(cls, sampled: Sequence[SequenceChunk], row_of: Mapping[int, int]) -> _Sampling:
+        rows = [row_of[each.sequence_id] - i for each in sampled for i in range(each.num_guesses, -1, -1)]
+        chunks = [draw for chunk in sampled for draw in draws_of(chunk)]
+        plan = SamplingPlan.of(
+            [chunk.sampling for chunk in chunks],
+            has_bars=any(chunk.bars for chunk in chunks),
+            has_masks=any(chunk.mask_follows or chunk.mask is not None for chunk in chunks),
+        )
+        return cls(chunks, rows, plan)
+
+    def with_masks(self, masks: Mapping[int, bytes]) -> _Sampling:
+        chunks = [replace(c, mask=masks.get(c.sequence_id)) if c.mask_follows else c for c in self.chunks]
+        return replace(self, chunks=chunks)
 
 
 class DeviceModelRunner:
@@ -147,6 +174,7 @@ class DeviceModelRunner:
         # by row of the block tables: what its sequence drew last
         self._last_tokens = torch.zeros(self._packer.padding_row + 1, dtype=torch.int32, device=self._device)
         self._recordings: dict[DecodeShape, _Recorded] = {}
+        self._draw_graphs: dict[int, _Recorded] = {}  # by rows
         self._mixed_graphs: dict[MixedShape, torch.cuda.CUDAGraph] = {}
         self._pool = None
         self._sampler = DeviceSampler(
@@ -193,10 +221,24 @@ class DeviceModelRunner:
             self._use_device()
             self._prepare_blocks(batch)
             if not batch.chunks:
-                return PendingStep([], [], None)
+                return PendingStep([], Draws(), self._device)
             plan = self._packer.pack(batch.chunks)
-            rows, drawn = self._run(plan, [chunk for chunk in batch.chunks if chunk.samples])
-            return PendingStep(batch.chunks, rows, drawn, self._score(plan, batch.chunks))
+            sampling = _Sampling.of([chunk for chunk in batch.chunks if chunk.samples], plan.row_of)
+            is_graph = plan.is_decode and self._capture and bool(sampling.chunks)
+            if is_graph and has_graph(sampling.plan):
+                return PendingStep(batch.chunks, Draws(sampling.rows, self._replay(plan, sampling)), self._device)
+            bars = self._bars(plan, sampling) if sampling.plan.penalties else None
+            self._run_layers(plan)
+            logits = None if is_graph and MASKED.covers(sampling.plan) else self._logits(plan, sampling.rows)
+
+            def draw(masks: Mapping[int, bytes]) -> Draws:
+                with torch.inference_mode():
+                    self._use_device()
+                    rows, drawn = self._draw(plan, sampling.with_masks(masks), logits, bars)
+                    return Draws(rows, drawn, self._score(plan, batch.chunks))
+
+            has_all = not any(chunk.mask_follows for chunk in batch.chunks)
+            return PendingStep(batch.chunks, draw({}) if has_all else draw, self._device)
 
     def warm_up(self) -> int:
         """Compiles what steps may need and captures every graph. Returns how many."""
@@ -204,9 +246,11 @@ class DeviceModelRunner:
             self._use_device()
             for shape in decode_shapes(self._limits.max_sequences) if self._capture else ():
                 self._decode_graph(shape)
+            for rows in draw_shapes(self._limits.max_sequences) if self._capture else ():
+                self._draw_graph(rows)
             self._warm_up_prefill()
             self._warm_up_penalties()
-        return len(self._recordings) + len(self._mixed_graphs)
+        return len(self._recordings) + len(self._draw_graphs) + len(self._mixed_graphs)
 
     def _warm_up_prefill(self) -> None:
         # Kernels that run without a graph are compiled for ranges of rows, and apart for multiples of 16.
@@ -242,7 +286,8 @@ class DeviceModelRunner:
             self._use_device()
             self._prepare_blocks(batch)
             plan = self._packer.pack(batch.chunks)
-            return self._run_logits(plan, [plan.row_of[c.sequence_id] for c in batch.chunks if c.samples]).float()
+            self._run_layers(plan)
+            return self._logits(plan, [plan.row_of[c.sequence_id] for c in batch.chunks if c.samples]).float()
 
     def holds_adapter(self, uid: AdapterUid) -> bool:
         return self._adapters.holds(uid)
@@ -274,32 +319,13 @@ class DeviceModelRunner:
 
     def forget_graphs(self) -> None:
         self._recordings.clear()
+        self._draw_graphs.clear()
         self._mixed_graphs.clear()
 
     def graph_of(self, batch: StepBatch) -> torch.cuda.CUDAGraph:
         """For a batch of decoding, greedy rows. For benches."""
         with torch.inference_mode():
             return self._recorded(self._packer.pack(batch.chunks), GREEDY).graph
-
-    def _run(self, plan: PackedStep, sampled: Sequence[SequenceChunk]) -> tuple[Sequence[int], SampledRows | None]:
-        """Each draw's row in what is drawn."""
-        rows = [plan.row_of[each.sequence_id] - i for each in sampled for i in range(each.num_guesses, -1, -1)]
-        sampled = [draw for chunk in sampled for draw in draws_of(chunk)]
-        needed = SamplingPlan.of(
-            [chunk.sampling for chunk in sampled],
-            has_bars=any(chunk.bars for chunk in sampled),
-            has_masks=any(chunk.mask is not None for chunk in sampled),
-        )
-        if not sampled:
-            self._run_logits(plan, rows)
-            return rows, None
-        if plan.is_decode and self._capture and has_graph(needed):
-            return rows, self._replay(plan, sampled, rows, needed)
-        bars = self._bars(plan, sampled, rows) if needed.penalties else None
-        logits = self._run_logits(plan, rows)
-        drawn = self._draw(logits, sampled, needed, bars)
-        self._keep_tokens(plan, rows, drawn.token_ids)
-        return range(len(sampled)), drawn
 
     def _score(self, plan: PackedStep, chunks: Sequence[SequenceChunk]) -> tuple[ScoredRows, Scores] | None:
         """Outside of graphs, and behind the draw: the head's buffer has the draw's logits until then."""
@@ -314,48 +340,59 @@ class DeviceModelRunner:
 
         return scored, score(head, rows, targets, scored.top, self._limits.max_sequences)
 
-    def _run_logits(self, plan: PackedStep, rows: Sequence[int]) -> Tensor:
-        """[len(rows), vocab]"""
-        logit_rows = to_device(rows, torch.long, self._device)
+    def _run_layers(self, plan: PackedStep) -> None:
         if plan.is_decode and self._capture:
-            self._recorded(plan, GREEDY).graph.replay()
-            self._sampler_rows.clear()
-            return self._decoder.logits_buffer[logit_rows]
+            self._recorded(plan, None).graph.replay()
+            return
         step, limits = plan.step, self._limits
         shape = mixed_shape(
             step.rows, step.decode_rows, step.num_prefill_tiles, plan.lora_tiles, limits.max_rows, limits.max_sequences
         )
         if shape is None or not self._capture:
-            self._decoder.run_layers(replace(plan.step, token_ids=self._token_ids(plan.step)))
+            self._decoder.run_layers(replace(step, token_ids=self._token_ids(step)))
         else:
             self._mixed_graph(shape).replay()
+
+    def _logits(self, plan: PackedStep, rows: Sequence[int]) -> Tensor:
+        """[len(rows), vocab], of the step whose layers ran last."""
+        logit_rows = to_device(rows, torch.long, self._device)
+        if plan.is_decode and self._capture:
+            return self._decoder.logits_buffer[logit_rows]
         return self._decoder.head(replace(plan.step, logit_rows=logit_rows))
 
-    def _replay(
-        self, plan: PackedStep, sampled: Sequence[SequenceChunk], rows: Sequence[int], needed: SamplingPlan
-    ) -> SampledRows:
-        recorded = self._recorded(plan, needed)
-        if needed == GREEDY:
+    def _replay(self, plan: PackedStep, sampling: _Sampling) -> SampledRows | None:
+        recorded = self._recorded(plan, sampling.plan)
+        if sampling.plan == GREEDY:
             self._sampler_rows.clear()
         else:
-            self._sampler_rows.write(sampled, rows)
+            self._sampler_rows.write(sampling.chunks, sampling.rows)
         recorded.graph.replay()
         return recorded.drawn
 
-    def _bars(self, plan: PackedStep, sampled: Sequence[SequenceChunk], rows: Sequence[int]) -> DeviceBars | None:
-        """Before the pass: the graph of decoding rows ends with a draw of its own, which it keeps as their last."""
-        table_rows = plan.step.table_rows[to_device(rows, torch.long, self._device)]
-        return bars_on_device([chunk.bars for chunk in sampled], self._last_tokens[table_rows.long()])
-
     def _draw(
-        self, logits: Tensor, sampled: Sequence[SequenceChunk], needed: SamplingPlan, bars: DeviceBars | None
-    ) -> SampledRows:
-        """Row i for chunk i. Not in a graph, where rows of padding would count for whose penalties they had."""
-        if needed.draws or needed.adjusts:
-            self._sampler_rows.write(sampled, range(len(sampled)))
+        self, plan: PackedStep, sampling: _Sampling, logits: Tensor | None, bars: DeviceBars | None
+    ) -> tuple[Sequence[int], SampledRows | None]:
+        """logits: of each draw; None: the graph of layers has left them. Returns each draw's row in what is drawn."""
+        if not sampling.chunks:
+            return (), None
+        if logits is None:
+            recorded = self._draw_graph(bucket_of(plan.step.rows, self._limits.max_sequences))
+            self._sampler_rows.write(sampling.chunks, sampling.rows)
+            recorded.graph.replay()
+            return sampling.rows, recorded.drawn
+        # Row i for chunk i. Not in a graph, where rows of padding would count for whose penalties they had.
+        rows = range(len(sampling.rows))
+        if sampling.plan.draws or sampling.plan.adjusts:
+            self._sampler_rows.write(sampling.chunks, rows)
         else:
             self._sampler_rows.clear()
-        return self._sampler.sample(logits, needed, bars)
+        drawn = self._sampler.sample(logits, sampling.plan, bars)
+        self._keep_tokens(plan, sampling.rows, drawn.token_ids)
+        return rows, drawn
+
+    def _bars(self, plan: PackedStep, sampling: _Sampling) -> DeviceBars | None:
+        table_rows = plan.step.table_rows[to_device(sampling.rows, torch.long, self._device)]
+        return bars_on_device([chunk.bars for chunk in sampling.chunks], self._last_tokens[table_rows.long()])
 
     def _keep_tokens(self, plan: PackedStep, rows: Sequence[int], tokens: Tensor) -> None:
         index = to_device(rows, torch.long, self._device)
@@ -366,13 +403,24 @@ class DeviceModelRunner:
         last = self._last_tokens.index_select(0, step.table_rows[: step.rows])
         return torch.where(given < 0, last, given)
 
-    def _recorded(self, plan: PackedStep, needed: SamplingPlan) -> _Recorded:
+    def _recorded(self, plan: PackedStep, needed: SamplingPlan | None) -> _Recorded:
         return self._decode_graph(decode_shape(plan.step.rows, plan.lora_tiles, needed, self._limits.max_sequences))
 
     def _decode_graph(self, shape: DecodeShape) -> _Recorded:
         if shape not in self._recordings:
             self._recordings[shape] = self._record(shape)
         return self._recordings[shape]
+
+    def _draw_graph(self, rows: int) -> _Recorded:
+        if rows not in self._draw_graphs:
+            step = self._packer.device_step(self._packer.decode_tables, rows, rows, NO_LORA, 0)
+            logits = self._decoder.logits_buffer[:rows]
+            graph, drawn = self._graph_of(
+                self._packer.decode_tables, lambda: self._sample_rows(logits, step.table_rows, MASKED)
+            )
+            self._sampler_rows.clear()
+            self._draw_graphs[rows] = _Recorded(graph, drawn)
+        return self._draw_graphs[rows]
 
     def _mixed_graph(self, shape: MixedShape) -> torch.cuda.CUDAGraph:
         if shape not in self._mixed_graphs:
@@ -383,16 +431,19 @@ class DeviceModelRunner:
         bucket, lora_tiles, variant = shape
         step = self._packer.device_step(self._packer.decode_tables, bucket, bucket, lora_tiles, 0)
 
-        def run() -> SampledRows:
+        def run() -> SampledRows | None:
             logits = self._decoder.forward(replace(step, token_ids=self._token_ids(step)))
-            drawn = self._sampler.sample(logits, variant)
-            # Rows of padding write to a table row of their own, that no sequence has.
-            self._last_tokens.index_copy_(0, step.table_rows[:bucket].long(), drawn.token_ids.int())
-            return drawn
+            return None if variant is None else self._sample_rows(logits, step.table_rows, variant)
 
         graph, drawn = self._graph_of(self._packer.decode_tables, run)
         self._sampler_rows.clear()
         return _Recorded(graph, drawn)
+
+    def _sample_rows(self, logits: Tensor, table_rows: Tensor, variant: SamplingPlan) -> SampledRows:
+        drawn = self._sampler.sample(logits, variant)
+        # Rows of padding write to a table row of their own, that no sequence has.
+        self._last_tokens.index_copy_(0, table_rows[: len(logits)].long(), drawn.token_ids.int())
+        return drawn
 
     def _record_mixed(self, shape: MixedShape) -> torch.cuda.CUDAGraph:
         """The layers only. Rows of prompts may pass as decoding ones: their keys and values are written by then."""

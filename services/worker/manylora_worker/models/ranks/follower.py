@@ -12,7 +12,7 @@ import pickle
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
@@ -20,7 +20,7 @@ import torch
 from manylora_shared.ids import AdapterUid
 from manylora_shared.telemetry import logs
 
-from manylora_worker.kinds.api import AheadRunner, SwapRunner
+from manylora_worker.kinds.api import AheadRunner, AheadStep, SwapRunner
 from manylora_worker.models.build import build_rank
 from manylora_worker.models.layers.host_kv import TensorCopy, TensorHostKv
 from manylora_worker.models.parts import EngineParts
@@ -67,6 +67,7 @@ class _Follower:
         self._plans = PlanReader()
         self._host_kv = parts.runner.host_kv
         self._copies: dict[int, TensorCopy] = {}
+        self._step: AheadStep | None = None  # the newest
 
     def serve(self) -> NoReturn:
         while True:
@@ -90,9 +91,13 @@ class _Follower:
     def _do_step(self, plan: Plan) -> None:
         batch = self._plans.read(plan)
         if isinstance(self._runner, AheadRunner):
-            self._runner.submit(batch)  # rank 0 waits for what is drawn
+            self._step = self._runner.submit(batch)  # rank 0 waits for what is drawn
         else:
             self._runner.execute(batch)
+
+    def _do_draw(self, masks: Mapping[int, bytes]) -> None:
+        assert self._step is not None
+        self._step.draw(masks)
 
     def _do_copy_out(self, number: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         self._copies[number] = self._host_kv.copy_out(sources, targets)

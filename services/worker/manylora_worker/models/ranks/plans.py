@@ -39,6 +39,7 @@ class _Row(NamedTuple):
     bars: Sequence[tuple[int, int]]
     scored: tuple[int, int]
     mask: bytes | None
+    mask_follows: bool
     num_guesses: int
 
 
@@ -73,7 +74,8 @@ class PlanWriter:
         return (
             chunk.sequence_id, sequence, chunk.token_ids, chunk.start_position, first, list(table[first:]),
             chunk.samples, chunk.output_index, chunk.output_token_ids if looks_back else (), chunk.bars,
-            (chunk.scored.start, chunk.scored.stop), chunk.mask, chunk.num_guesses,
+            (chunk.scored.start, chunk.scored.stop), chunk.mask, chunk.mask_follows,
+            chunk.num_guesses,
         )  # fmt: skip
 
 
@@ -108,6 +110,7 @@ class PlanReader:
             bars=row.bars,
             scored=range(*row.scored),
             mask=row.mask,
+            mask_follows=row.mask_follows,
             num_guesses=row.num_guesses,
         )
 

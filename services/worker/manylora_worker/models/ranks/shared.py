@@ -8,7 +8,7 @@ back to the same place.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -17,11 +17,11 @@ from manylora_shared.ids import AdapterUid
 from manylora_worker.kinds.api import (
     AdapterEvent,
     AdapterTier,
+    AheadStep,
     FarBackend,
     HostKv,
     ModelRunner,
     PendingCopy,
-    PendingStep,
     RunnerLost,
     Sampled,
     StepBatch,
@@ -40,13 +40,9 @@ class OwnRunner(ModelRunner, Protocol):
     def host_kv(self) -> HostKv: ...
 
 
-class OwnPendingStep(PendingStep, Protocol):
-    def is_over(self) -> bool: ...
-
-
 @runtime_checkable
 class OwnAheadRunner(OwnRunner, Protocol):
-    def submit(self, batch: StepBatch) -> OwnPendingStep: ...
+    def submit(self, batch: StepBatch) -> AheadStep: ...
 
     def forget_graphs(self) -> None: ...
 
@@ -84,15 +80,11 @@ class SharedRunner:
         try:
             return self._own.execute(batch)
         except Exception as error:
-            raise self._lost(error) from error
+            raise _lost(self._followers, error) from error
 
     def _tell(self, batch: StepBatch) -> None:
         self._followers.check()
         self._followers.send("step", self._plans.write(batch))
-
-    def _lost(self, error: Exception) -> Exception:
-        self._followers.lose(f"rank 0 failed in a step: {type(error).__name__}: {error}")
-        return RunnerLost(self._followers.lost)
 
 
 class SharedAheadRunner(SharedRunner):
@@ -102,18 +94,35 @@ class SharedAheadRunner(SharedRunner):
         super().__init__(own, followers)
         self._ahead = own
 
-    def submit(self, batch: StepBatch) -> PendingStep:
+    def submit(self, batch: StepBatch) -> AheadStep:
         self._tell(batch)
         try:
             return _SharedStep(self._ahead.submit(batch), self._followers)
         except Exception as error:
-            raise self._lost(error) from error
+            raise _lost(self._followers, error) from error
+
+
+def _lost(followers: Followers, error: Exception) -> Exception:
+    followers.lose(f"rank 0 failed in a step: {type(error).__name__}: {error}")
+    return RunnerLost(followers.lost)
 
 
 class _SharedStep:
-    def __init__(self, own: OwnPendingStep, followers: Followers) -> None:
+    """See api.AheadStep."""
+
+    def __init__(self, own: AheadStep, followers: Followers) -> None:
         self._own = own
         self._followers = followers
+
+    def is_over(self) -> bool:
+        return self._own.is_over()
+
+    def draw(self, masks: Mapping[int, bytes]) -> None:
+        self._followers.send("draw", dict(masks))
+        try:
+            self._own.draw(masks)
+        except Exception as error:
+            raise _lost(self._followers, error) from error
 
     def result(self) -> Sequence[Sampled]:
         # Looks again and again: the device would wait for a lost rank for ever.
