@@ -103,7 +103,7 @@ def request_of(i: int, shape: tuple[int, int, int, int, int, int, int]) -> Engin
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(
     shapes=shapes,
     num_blocks=st.integers(14, 40),
