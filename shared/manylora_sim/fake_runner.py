@@ -131,7 +131,7 @@ class FakeRunner:
         return self._merging is None
 
     def _check_rest(self) -> None:
-        if any(not step.is_over for step in self._steps):
+        if any(not step.is_read for step in self._steps):
             self._fail("weights change while a step is under way")
 
     def _of_merged(self, batch: StepBatch) -> StepBatch:
