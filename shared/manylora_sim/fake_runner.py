@@ -269,8 +269,9 @@ class FakeRunner:
         if chunk.mask_follows:
             self._fail("a mask does not come")
         barred = {token for token, before in chunk.bars if before in (ANY_TOKEN, *chunk.output_token_ids[-1:])}
-        allowed = chunk.sampling.allowed_token_ids
-        while token_id in barred or (allowed and token_id not in allowed) or not _is_in(chunk.mask, token_id):
+        allowed, mask = chunk.sampling.allowed_token_ids, chunk.mask
+        barred |= set() if mask is None else {i for i in range(self.vocab_size) if not mask[i // 8] >> i % 8 & 1}
+        while token_id in barred or (allowed and token_id not in allowed):
             token_id = (token_id + 1) % self.vocab_size
         return Sampled(chunk.sequence_id, token_id, logprobs)
 
@@ -351,16 +352,13 @@ class FakeStep:
         return self.is_read or self.awaits_masks  # the layers are none
 
     def draw(self, masks: Mapping[int, bytes]) -> None:
-        following = {chunk.sequence_id for chunk in self._batch.chunks if chunk.mask_follows}
+        following = {c.sequence_id for c in self._batch.chunks if c.mask_follows}
         if not self.awaits_masks or not set(masks) <= following:
             self._runner._fail("masks come that were not said to follow")
         self.awaits_masks = False
         self._undrawn.update(dict.fromkeys(following - set(masks)))
-        chunks = [
-            replace(chunk, mask=masks.get(chunk.sequence_id, chunk.mask), mask_follows=False)
-            for chunk in self._batch.chunks
-        ]
-        self._batch = replace(self._batch, chunks=chunks)
+        masked = [replace(c, mask=masks.get(c.sequence_id, c.mask), mask_follows=False) for c in self._batch.chunks]
+        self._batch = replace(self._batch, chunks=masked)
 
     @property
     def drawn(self) -> Mapping[int, int]:
@@ -374,7 +372,7 @@ class FakeStep:
             try:
                 found = self._runner.compute(self._batch, {} if self._before is None else self._before.drawn)
                 self._outcome = [
-                    Sampled(each.sequence_id, NO_TOKEN) if each.sequence_id in self._undrawn else each for each in found
+                    Sampled(s.sequence_id, NO_TOKEN) if s.sequence_id in self._undrawn else s for s in found
                 ]
             except Exception as error:
                 self._outcome = error
@@ -591,10 +589,6 @@ class FakeValidator:
 
     async def largest_update(self, path: str, uid: AdapterUid) -> str:
         return "that of q_proj"
-
-
-def _is_in(mask: bytes | None, token_id: int) -> bool:
-    return mask is None or bool(mask[token_id // 8] >> token_id % 8 & 1)
 
 
 @functools.lru_cache(maxsize=4096)
