@@ -36,6 +36,7 @@ class LoopRuntime(Runtime):
         pause_unread_tokens: int = PAUSE_UNREAD_TOKENS,
     ) -> None:
         super().__init__(model, core.stats(), core.check, max_requests, pause_unread_tokens)
+        self.merge_problem = core.merge_problem
         self._core = core
         self._backend = backend
         self._engine = EngineLoop(core, self.now, self.view.take)

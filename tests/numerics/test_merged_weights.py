@@ -65,7 +65,7 @@ def test_merge_and_back(
     family_of: FamilyOf, name: str, packs: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family = family_of(name)
-    monkeypatch.setattr("manylora_worker.models.loader.WORTH_PACKING", 0 if packs else 1 << 40)
+    monkeypatch.setattr("manylora_worker.models.linears.WORTH_PACKING", 0 if packs else 1 << 40)
     loaded = load_model(str(family.folder), dtype=dtype)
     runner = make_runner(loaded)
     before = base_logits(runner)
@@ -124,6 +124,7 @@ def test_what_is_refused(family_of: FamilyOf) -> None:
     for changed, words in (
         (replace(adapter, rope=object()), "rotates"),
         (replace(adapter, columns={0: ()}), "DoRA"),
+        (replace(adapter, experts=adapter.sites), "experts"),
         (head, "output head"),
     ):
         with pytest.raises(MergeRefused, match=words):

@@ -14,7 +14,7 @@ from manylora_scheduler.core.events import (
     WorkerJoined,
     WorkerReported,
 )
-from manylora_scheduler.core.reports import FlowLoad, FlowTokens, Residency, StartedRequest, WorkerReport
+from manylora_scheduler.core.reports import FlowLoad, FlowTokens, Residency, StartedRequest, ToldOwner, WorkerReport
 from manylora_scheduler.core.request import FlowKey, QueuedRequest
 from manylora_scheduler.core.succession import ClockSnapshot
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
@@ -73,6 +73,7 @@ def report(
     flows: Mapping[FlowKey, FlowTokens] | None = None,
     most: int = 0,
     loads: Mapping[str, tuple[int, int, int]] | None = None,
+    owner: ToldOwner | None = None,
 ) -> WorkerReport:
     """loads: by tenant, (slotted, ready, held)."""
     return WorkerReport(
@@ -89,6 +90,7 @@ def report(
         flows=flows or {},
         max_sequences=most,
         loads={flow(tenant): FlowLoad(*load) for tenant, load in (loads or {}).items()},
+        owner=owner,
     )
 
 
@@ -117,7 +119,7 @@ class Desk:
 
     def worker(self, worker_id: str = "w0", **what: object) -> list[Command]:
         """A worker joins and sends its snapshot."""
-        joined = self.apply(WorkerJoined(WorkerId(worker_id), f"{worker_id}:1", "cpu", 4096))
+        joined = self.apply(WorkerJoined(WorkerId(worker_id), f"{worker_id}:1", "cpu", 4096, can_merge=True))
         return joined + self.report(worker_id, snapshot=True, adapters=what.pop("adapters", {}), **what)
 
     def report(self, worker_id: str = "w0", **what: object) -> list[Command]:

@@ -25,20 +25,30 @@ from manylora_scheduler.core.events import (
     PolicyChanged,
     RouterConnected,
     RouterDisconnected,
+    SendDedicate,
     SendGrant,
     SendPrefetch,
     SendRefusal,
     Tick,
     Withdrawn,
+    WorkerDedicated,
     WorkerDisconnected,
     WorkerJoined,
     WorkerLeft,
     WorkerReported,
 )
-from manylora_scheduler.core.reports import FlowLoad, FlowTokens, Residency, StartedRequest
+from manylora_scheduler.core.reports import (
+    TO_EVERYBODY,
+    FlowLoad,
+    FlowTokens,
+    Owner,
+    Residency,
+    StartedRequest,
+    ToldOwner,
+)
 from manylora_scheduler.core.request import FlowKey, QueuedRequest
 from manylora_shared.errors import Code
-from manylora_shared.ids import QosClass, RequestId, RouterId, TenantId, WorkerId
+from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
 from manylora_shared.tenancy.policy import ClassPolicy, TenantPolicy
 
 from tests.scheduler.helpers import report, request
@@ -78,6 +88,9 @@ class TrueWorker:
     new: list[StartedRequest] = field(default_factory=list)
     gone: list[RequestId] = field(default_factory=list)
     dirty: bool = False
+    ordered: Owner | None = None
+    """As the scheduler said last."""
+    owner: ToldOwner = TO_EVERYBODY
     reported: dict[FlowKey, None] = field(default_factory=dict)
     """Flows of which it has reported sequences."""
 
@@ -121,6 +134,7 @@ class World(RuleBasedStateMachine):
         self.workers: dict[str, TrueWorker] = {}
         self.told: dict[str, dict[FlowKey, FlowLoad]] = {}
         """What each worker said last."""
+        self.told_owners: dict[str, ToldOwner] = {}
         self.reports = 0
 
     @initialize(
@@ -144,6 +158,11 @@ class World(RuleBasedStateMachine):
     def receive(self, command: Command) -> None:
         if isinstance(command, (SendPrefetch, Dropped)):
             return
+        if isinstance(command, SendDedicate):
+            worker = self.workers[command.worker_id]
+            if worker.connected:
+                worker.ordered = command.owner
+            return
         asked = self.asked[command.request.request_id]
         if self.sessions[command.request.router_id] != command.session:
             return
@@ -157,6 +176,10 @@ class World(RuleBasedStateMachine):
             asked.address = command.worker_address
             if not command.repeated:
                 assert worker.connected
+                owner, is_ready, _ = self.told_owners[worker.name]
+                assert is_ready, "it is changing whose it is"
+                asking = Owner(command.request.adapter_uid or AdapterUid(""), command.request.flow.tenant_id)
+                assert owner in (None, asking), "it is somebody else's"
                 pending = [a for a in self.asked.values() if a.state == "granted" and a.address == worker.address]
                 known = worker.used + sum(a.request.sequences for a in pending)
                 most = worker.slots + worker.places
@@ -207,7 +230,8 @@ class World(RuleBasedStateMachine):
         )
         self.reports += 1
         loads = worker.loads({r: a.request.flow for r, a in self.asked.items()}, self.reports)
-        what = replace(what, loads=loads)
+        what = replace(what, loads=loads, owner=worker.owner)
+        self.told_owners[worker.name] = worker.owner
         self.told[worker.name] = loads
         worker.new, worker.gone, worker.dirty = [], [], False
         self.apply(WorkerReported(WorkerId(worker.name), what))
@@ -354,10 +378,32 @@ class World(RuleBasedStateMachine):
         worker.up = worker.connected = worker.dirty = False
         worker.running, worker.flows, worker.new, worker.gone = {}, {}, [], []
         worker.held, worker.reported = {}, {}
+        worker.ordered, worker.owner = None, TO_EVERYBODY
         for asked in self.asked.values():
             if asked.worker == name and asked.state in ("running", "ended"):
                 asked.state = "ended"
         self.apply(WorkerLeft(WorkerId(name)))
+
+    @rule(
+        name=st.sampled_from(["w0", "w1", "w2"]),
+        owner=st.none() | st.builds(Owner, st.sampled_from(["u0", "u1"]), st.sampled_from(["t0", "t1"])),
+    )
+    def is_dedicated(self, name: str, owner: Owner | None) -> None:
+        worker = self.workers.get(name)
+        if worker is not None and worker.up:
+            self.apply(WorkerDedicated(WorkerId(name), owner))
+
+    @rule(name=st.sampled_from(["w0", "w1", "w2"]), fails=st.sampled_from([False, False, True]))
+    def obeys(self, name: str, fails: bool) -> None:
+        """An order is heard, and done once nothing runs there."""
+        worker = self.workers.get(name)
+        if worker is None or not worker.up or worker.owner == (worker.ordered, True, ""):
+            return
+        is_there = not worker.running and not worker.owner.is_ready
+        worker.owner = ToldOwner(worker.ordered, is_there)
+        if is_there and fails and worker.ordered is not None:
+            worker.owner = ToldOwner(None, True, "it does not fit")
+        worker.dirty = True
 
     @rule(name=st.sampled_from(["w0", "w1", "w2"]))
     def control_connects(self, name: str) -> None:
@@ -421,12 +467,14 @@ class World(RuleBasedStateMachine):
     @invariant()
     def no_room_is_wasted(self) -> None:
         assert self.core._dispatch.next_pick(self.now) is None
+        assert self.core.is_restoring or self.core._dispatch.next_own(self.now) is None
 
     def teardown(self) -> None:
         """Everything heals: then every request ends and nothing is left."""
         for name in self.workers:
             self.worker_up(name)
             self.control_connects(name)
+            self.is_dedicated(name, None)
         for router in ROUTERS:
             if not self.sessions[router]:
                 self.router_connects(router)
@@ -448,6 +496,8 @@ class World(RuleBasedStateMachine):
                 elif asked.state == "ended":
                     asked.state = "done"
                     self.close(asked, reached=True)
+            for name in self.workers:
+                self.obeys(name, fails=False)
             self.time_passes(0.1)
             if all(a.state == "done" for a in self.asked.values()) and not self.core.num_granted:
                 break

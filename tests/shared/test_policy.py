@@ -159,6 +159,17 @@ def test_what_is_absent_has_its_default() -> None:
         ("tenant_id: a\nadapters:\n  compose: {x: a+x}\n", "adapters.compose.'x'", 3),
         ("tenant_id: a\nadapters:\n  compose: {x: [a]}\n", "adapters.compose.'x'", 3),
         ("tenant_id: a\nadapters:\n  compose:\n    x: a\n    x: b\n", "adapters.compose.'x'", 5),
+        ("tenant_id: a\nadapters:\n  dedicated: [x]\n", "adapters.dedicated", 3),
+        ("tenant_id: a\nadapters:\n  dedicated: {}\n", "adapters.dedicated", 3),
+        ("tenant_id: a\nadapters:\n  dedicated: {X y: 1}\n", "adapters.dedicated", 3),
+        ("tenant_id: a\nadapters:\n  dedicated: {[x]: 1}\n", "adapters.dedicated", 3),
+        ("tenant_id: a\nadapters:\n  dedicated: {x: 0}\n", "adapters.dedicated.x", 3),
+        ("tenant_id: a\nadapters:\n  dedicated:\n    x: 1\n    x: 2\n", "adapters.dedicated.x", 5),
+        (
+            f"tenant_id: a\nadapters:\n  dedicated: {{{', '.join(f'x{i}: 1' for i in range(9))}}}\n",
+            "adapters.dedicated",
+            3,
+        ),
         ("tenant_id: a\nprefix_cache: friends\n", "prefix_cache", 2),
         ("tenant_id: a\nprefix_cache: {}\n", "prefix_cache", 2),
         ("tenant_id: a\nprefix_cache:\n  group: b\n  groups: [b]\n", "prefix_cache.groups", 4),
@@ -247,6 +258,7 @@ adapters:
   share_copies: true
   gate: {samples: golden, judge: contains, min_score: 0.9, max_drop: 0, min_gain: 0.25, max_tokens: 64, timeout_s: 30}
   compose: {both: one+two@3:0.50}
+  dedicated: {one: 2, two: 1}
 security: {can_stream: false, data_retention_days: 0}
 """
 
@@ -267,6 +279,7 @@ def test_everything_that_the_grammar_has() -> None:
         share_copies=True,
         adapter_gate=GateRule("golden", "contains", 0.9, 0.0, 0.25, 64, 30),
         compositions={AdapterName("both"): "one+two@3:0.5"},
+        dedicated={AdapterName("one"): 2, AdapterName("two"): 1},
     )
 
 

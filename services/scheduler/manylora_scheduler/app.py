@@ -30,6 +30,7 @@ from manylora_scheduler.core.core import CoreLimits, Order
 from manylora_scheduler.gates.queue_delay import OverloadTargets
 from manylora_scheduler.serving.clock_codec import Legacy
 from manylora_scheduler.serving.clock_keeper import ClockKeeper
+from manylora_scheduler.serving.dedications import Dedications
 from manylora_scheduler.serving.hot_adapters import HotAdapters
 from manylora_scheduler.serving.rollouts import Rollouts
 from manylora_scheduler.serving.servicer import SchedulerServicer
@@ -71,6 +72,7 @@ class SchedulerApp:
         self._workers = Mirror(store, keys.WORKERS, parse=WorkerRecord.stored, on_change=self._worker_changed)
         self._tenants = PolicyMirror(store, self._tenant_changed)
         self._kept_out: Mapping[str, str] = {}
+        self._dedications: Dedications | None = None  # while this scheduler leads
         self._server: Server | None = None
         self._election: Election | None = None
         self._membership = LeaseSession(store, ttl_s=config.lease_ttl_s)
@@ -196,13 +198,14 @@ class SchedulerApp:
             )
             rollouts = Rollouts(self._store, epoch, self._telemetry, self._clock)
             hot = HotAdapters(self._store, epoch)
+            self._dedications = dedications = Dedications(self._store, self._tenants.values, term.dedicate)
             self._servicer.term, self._servicer.rollouts, self._servicer.hot = term, rollouts, hot
             self._telemetry.gauge(Metrics.LEADING, 1)
             try:
                 self._tell_workers(term)
-                await first_of(election.lost(epoch), term.failed(), rollouts.run(), hot.run())
+                await first_of(election.lost(epoch), term.failed(), rollouts.run(), hot.run(), dedications.run())
             finally:
-                self._servicer.term = self._servicer.rollouts = self._servicer.hot = None
+                self._servicer.term = self._servicer.rollouts = self._servicer.hot = self._dedications = None
                 await term.close()
 
     async def _load(self, clock: ClockKeeper, election: Election, epoch: int) -> Legacy | None:
@@ -248,3 +251,5 @@ class SchedulerApp:
     def _tenant_changed(self, name: str, policy: StoredPolicy | None) -> None:
         if self.term is not None:
             self.term.policy_changed(TenantId(name))
+        if self._dedications is not None:
+            self._dedications.policy_changed(TenantId(name), policy)

@@ -149,6 +149,7 @@ class WorkerApp:
                 if self._runtime.view.running and await self._others_go_on():
                     self._servicer.hand_over()
                 await self._servicer.wait_quiet()
+        self._servicer.close()
         await self._tenants.close()
         if self._watching is not None:
             self._watching.cancel()
@@ -232,4 +233,5 @@ class WorkerApp:
             layer_parameters=model.shape.layer_parameters,
             head_parameters=model.shape.head_parameters,
             attention_operations=model.shape.attention,
+            merge_problem=self._runtime.merge_problem,
         )

@@ -98,6 +98,10 @@ def _print(status: ClusterStatus) -> None:
         for worker in status.workers:
             if worker.kept_out:
                 write(f"{worker.worker_id} is kept out of the pool: {worker.kept_out}\n")
+            if worker.merge_problem:
+                write(f"{worker.worker_id} did not merge an adapter: {worker.merge_problem}\n")
+        if dedicated := [_dedicated(worker) for worker in status.workers if worker.dedicated_tenant]:
+            write(f"merged     {'; '.join(dedicated)}\n")
     else:  # a tenant's key: machines are not its to see
         write(f"scheduler  {'' if scheduler.reachable else 'not '}reachable\n")
         write(f"adapters   {status.adapters}\n\n")
@@ -185,7 +189,14 @@ def _refused(circuit: CircuitStatus) -> str:
 def state_of(worker: WorkerStatus) -> str:
     if worker.kept_out:
         return "kept out"
+    if worker.connected and not worker.draining and worker.is_changing:
+        return "changing"
     return "draining" if worker.draining else "connected" if worker.connected else "not connected"
+
+
+def _dedicated(worker: WorkerStatus) -> str:
+    of = f"{worker.dedicated_tenant}/{worker.dedicated_adapter or '?'} ({worker.dedicated_version[:12]})"
+    return f"{worker.worker_id} {of}{', changing' if worker.is_changing else ''}"
 
 
 def _found(worker: WorkerStatus) -> str:

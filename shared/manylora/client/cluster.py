@@ -336,6 +336,11 @@ class WorkerStatus:
     right_guesses: int
     kept_out: str  # why the pool does not take it; empty where it does
     pool: str = "default"
+    dedicated_tenant: str = ""  # whose requests with one adapter it takes alone; empty: everybody's
+    dedicated_adapter: str = ""
+    dedicated_version: str = ""  # digest
+    is_changing: bool = False  # whose requests it takes: it takes none meanwhile
+    merge_problem: str = ""  # why an adapter was not merged when it was told so last
 
 
 @dataclass(frozen=True)

@@ -978,7 +978,7 @@ class QuotaStatus(_message.Message):
     def __init__(self, tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., requests: _Optional[int] = ..., leased_tokens: _Optional[int] = ..., settled_tokens: _Optional[int] = ..., level_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "address", "device", "connected", "draining", "sequence_slots", "running", "kv_blocks_total", "kv_blocks_free", "adapters_on_device", "adapters_on_host", "counters", "kept_out", "kv_block_bytes", "device_adapter_bytes", "tenants", "pool")
+    __slots__ = ("worker_id", "address", "device", "connected", "draining", "sequence_slots", "running", "kv_blocks_total", "kv_blocks_free", "adapters_on_device", "adapters_on_host", "counters", "kept_out", "kv_block_bytes", "device_adapter_bytes", "tenants", "pool", "dedicated_tenant", "dedicated_adapter", "dedicated_version", "is_changing", "merge_problem")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -996,6 +996,11 @@ class WorkerStatus(_message.Message):
     DEVICE_ADAPTER_BYTES_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
+    DEDICATED_TENANT_FIELD_NUMBER: _ClassVar[int]
+    DEDICATED_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    DEDICATED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    IS_CHANGING_FIELD_NUMBER: _ClassVar[int]
+    MERGE_PROBLEM_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     address: str
     device: str
@@ -1013,7 +1018,12 @@ class WorkerStatus(_message.Message):
     device_adapter_bytes: int
     tenants: _containers.RepeatedCompositeFieldContainer[WorkerTenant]
     pool: str
-    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., device: _Optional[str] = ..., connected: _Optional[bool] = ..., draining: _Optional[bool] = ..., sequence_slots: _Optional[int] = ..., running: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., adapters_on_device: _Optional[int] = ..., adapters_on_host: _Optional[int] = ..., counters: _Optional[_Union[_status_pb2.WorkerCounters, _Mapping]] = ..., kept_out: _Optional[str] = ..., kv_block_bytes: _Optional[int] = ..., device_adapter_bytes: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[WorkerTenant, _Mapping]]] = ..., pool: _Optional[str] = ...) -> None: ...
+    dedicated_tenant: str
+    dedicated_adapter: str
+    dedicated_version: str
+    is_changing: bool
+    merge_problem: str
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., device: _Optional[str] = ..., connected: _Optional[bool] = ..., draining: _Optional[bool] = ..., sequence_slots: _Optional[int] = ..., running: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., adapters_on_device: _Optional[int] = ..., adapters_on_host: _Optional[int] = ..., counters: _Optional[_Union[_status_pb2.WorkerCounters, _Mapping]] = ..., kept_out: _Optional[str] = ..., kv_block_bytes: _Optional[int] = ..., device_adapter_bytes: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[WorkerTenant, _Mapping]]] = ..., pool: _Optional[str] = ..., dedicated_tenant: _Optional[str] = ..., dedicated_adapter: _Optional[str] = ..., dedicated_version: _Optional[str] = ..., is_changing: _Optional[bool] = ..., merge_problem: _Optional[str] = ...) -> None: ...
 
 class WorkerTenant(_message.Message):
     __slots__ = ("tenant_id", "kv_bytes", "adapter_bytes")

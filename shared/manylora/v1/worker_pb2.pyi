@@ -243,14 +243,16 @@ class AdapterProblem(_message.Message):
     def __init__(self, field: _Optional[str] = ..., description: _Optional[str] = ...) -> None: ...
 
 class ControlCommand(_message.Message):
-    __slots__ = ("hello", "prefetch", "drain")
+    __slots__ = ("hello", "prefetch", "drain", "dedicate")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PREFETCH_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
+    DEDICATE_FIELD_NUMBER: _ClassVar[int]
     hello: ControlHello
     prefetch: PrefetchAdapter
     drain: Drain
-    def __init__(self, hello: _Optional[_Union[ControlHello, _Mapping]] = ..., prefetch: _Optional[_Union[PrefetchAdapter, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
+    dedicate: Dedicate
+    def __init__(self, hello: _Optional[_Union[ControlHello, _Mapping]] = ..., prefetch: _Optional[_Union[PrefetchAdapter, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., dedicate: _Optional[_Union[Dedicate, _Mapping]] = ...) -> None: ...
 
 class ControlHello(_message.Message):
     __slots__ = ("epoch", "scheduler_id")
@@ -272,8 +274,16 @@ class Drain(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Dedicate(_message.Message):
+    __slots__ = ("adapter_uid", "tenant_id")
+    ADAPTER_UID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    adapter_uid: str
+    tenant_id: str
+    def __init__(self, adapter_uid: _Optional[str] = ..., tenant_id: _Optional[str] = ...) -> None: ...
+
 class ControlReport(_message.Message):
-    __slots__ = ("snapshot", "sequence_slots", "running_sequences", "kv_blocks_total", "kv_blocks_free", "block_size", "draining", "adapters", "started", "finished_request_ids", "flows", "max_sequences", "tenants", "setbacks", "kv_block_bytes", "tenant_adapters", "counters")
+    __slots__ = ("snapshot", "sequence_slots", "running_sequences", "kv_blocks_total", "kv_blocks_free", "block_size", "draining", "adapters", "started", "finished_request_ids", "flows", "max_sequences", "tenants", "setbacks", "kv_block_bytes", "tenant_adapters", "counters", "dedication")
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -291,6 +301,7 @@ class ControlReport(_message.Message):
     KV_BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     TENANT_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    DEDICATION_FIELD_NUMBER: _ClassVar[int]
     snapshot: bool
     sequence_slots: int
     running_sequences: int
@@ -308,7 +319,20 @@ class ControlReport(_message.Message):
     kv_block_bytes: int
     tenant_adapters: _containers.RepeatedCompositeFieldContainer[_status_pb2.TenantAdapters]
     counters: _status_pb2.WorkerCounters
-    def __init__(self, snapshot: _Optional[bool] = ..., sequence_slots: _Optional[int] = ..., running_sequences: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., block_size: _Optional[int] = ..., draining: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[ResidentAdapter, _Mapping]]] = ..., started: _Optional[_Iterable[_Union[RunningRequest, _Mapping]]] = ..., finished_request_ids: _Optional[_Iterable[str]] = ..., flows: _Optional[_Iterable[_Union[FlowCounter, _Mapping]]] = ..., max_sequences: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantKvBlocks, _Mapping]]] = ..., setbacks: _Optional[_Iterable[_Union[_status_pb2.TenantSetbacks, _Mapping]]] = ..., kv_block_bytes: _Optional[int] = ..., tenant_adapters: _Optional[_Iterable[_Union[_status_pb2.TenantAdapters, _Mapping]]] = ..., counters: _Optional[_Union[_status_pb2.WorkerCounters, _Mapping]] = ...) -> None: ...
+    dedication: Dedication
+    def __init__(self, snapshot: _Optional[bool] = ..., sequence_slots: _Optional[int] = ..., running_sequences: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., block_size: _Optional[int] = ..., draining: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[ResidentAdapter, _Mapping]]] = ..., started: _Optional[_Iterable[_Union[RunningRequest, _Mapping]]] = ..., finished_request_ids: _Optional[_Iterable[str]] = ..., flows: _Optional[_Iterable[_Union[FlowCounter, _Mapping]]] = ..., max_sequences: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantKvBlocks, _Mapping]]] = ..., setbacks: _Optional[_Iterable[_Union[_status_pb2.TenantSetbacks, _Mapping]]] = ..., kv_block_bytes: _Optional[int] = ..., tenant_adapters: _Optional[_Iterable[_Union[_status_pb2.TenantAdapters, _Mapping]]] = ..., counters: _Optional[_Union[_status_pb2.WorkerCounters, _Mapping]] = ..., dedication: _Optional[_Union[Dedication, _Mapping]] = ...) -> None: ...
+
+class Dedication(_message.Message):
+    __slots__ = ("adapter_uid", "tenant_id", "is_ready", "problem")
+    ADAPTER_UID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    IS_READY_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    adapter_uid: str
+    tenant_id: str
+    is_ready: bool
+    problem: str
+    def __init__(self, adapter_uid: _Optional[str] = ..., tenant_id: _Optional[str] = ..., is_ready: _Optional[bool] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class RunningRequest(_message.Message):
     __slots__ = ("request_id", "tenant_id", "qos_class", "sequences")

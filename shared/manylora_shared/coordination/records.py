@@ -139,6 +139,7 @@ class WorkerRecord(_JsonRecord):
     layer_parameters: int = 0  # of the model, as in ledger.compute.ModelShape; 0: a worker of an earlier version
     head_parameters: int = 0
     attention_operations: int = 0
+    merge_problem: str = "a worker of an earlier version"  # why it merges no adapter into its weights; empty: it does
 
     def __post_init__(self) -> None:
         parse_address(self.address)

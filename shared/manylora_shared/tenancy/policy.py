@@ -27,7 +27,7 @@ from manylora_shared.ids import (
     name_problem,
 )
 from manylora_shared.policy_text import MAX_SCRUB_NAMES, SCRUB_NAME_RULE, given, is_scrub_name, scalar
-from manylora_shared.tenancy.adapter_gate import MAX_ANSWER_TOKENS, MAX_TIMEOUT_S, GateRule, Judge
+from manylora_shared.tenancy.adapter_gate import GateReader, GateRule
 from manylora_shared.tenancy.degrade import NO_DEGRADE, Degrade, DegradeReader
 
 DEFAULT_WEIGHTS: Mapping[QosClass, int] = {QosClass.INTERACTIVE: 4, QosClass.STANDARD: 2, QosClass.BATCH: 1}
@@ -37,6 +37,8 @@ MAX_RATE = 1_000_000_000
 MAX_KV_MB = 1 << 30
 MAX_PINS = 256
 MAX_COMPOSITIONS = 64
+MAX_DEDICATED = 8
+MAX_DEDICATED_WORKERS = 64
 MAX_POOLS = 16
 MAX_TTFT_MS = 3_600_000
 MIN_AVAILABILITY = 0.5
@@ -54,8 +56,6 @@ _STR_TAG = "tag:yaml.org,2002:str"
 _INT_TAG = "tag:yaml.org,2002:int"
 _BOOL_TAG = "tag:yaml.org,2002:bool"
 _SHARE = re.compile(r"0\.[0-9]{1,6}")
-_PART = re.compile(r"0(?:\.[0-9]{1,6})?|1(?:\.0{1,6})?")
-_GATE_PARTS = ("min_score", "max_drop", "min_gain")
 _PERCENTAGE = re.compile(r"([0-9]{2}(?:\.[0-9]{1,4})?)%")
 _LIMITS = {"max_prompt_tokens": (1, MAX_LIMIT_TOKENS), "max_output_tokens": (1, MAX_LIMIT_TOKENS)}
 _QUOTAS = {
@@ -151,6 +151,7 @@ class TenantPolicy:
     adapter_gate: GateRule | None = None  # what a new version of an adapter must pass
     # names that stand for several adapters with weights, as `format_reference` writes them
     compositions: Mapping[AdapterName, str] = field(default_factory=dict)
+    dedicated: Mapping[AdapterName, int] = field(default_factory=dict)  # workers that serve the adapter alone, merged
     degrade: Degrade = NO_DEGRADE
     pools: tuple[str, ...] = (DEFAULT_POOL,)  # that it may use; the first is where a request goes that names none
 
@@ -179,8 +180,7 @@ class TenantPolicy:
         quotas = given(self.quotas, "  ") + given(self.limits, "  ")
         if quotas:
             lines += ["quotas:", *quotas]
-        if self.pinned_adapters or self.share_copies or self.adapter_gate is not None or self.compositions:
-            lines.append("adapters:")
+        adapters = len(lines)
         if self.pinned_adapters:
             lines += ["  pin:", *(f'  - "{name}"' for name in self.pinned_adapters)]
         if self.share_copies:
@@ -189,6 +189,10 @@ class TenantPolicy:
             lines += ["  gate:", *given(self.adapter_gate, "    ")]
         if self.compositions:
             lines += ["  compose:", *(f'    "{name}": "{parts}"' for name, parts in self.compositions.items())]
+        if self.dedicated:
+            lines += ["  dedicated:", *(f'    "{name}": {count}' for name, count in self.dedicated.items())]
+        if len(lines) > adapters:
+            lines.insert(adapters, "adapters:")
         if self.cache_group is not None:
             lines += ["prefix_cache:", f'  group: "{self.cache_group}"']
         if self.pools != (DEFAULT_POOL,):
@@ -288,7 +292,8 @@ class _Reader:
         quotas: dict[str, tuple[int, yaml.Node]] = {}
         pins: list[AdapterName] = []
         share_copies: list[bool | None] = []
-        gates: list[GateRule | None] = []
+        gate = GateReader(self._add, self._name, self._integer, self._mapping)
+        dedicated: dict[str, tuple[int, yaml.Node]] = {}
         compositions: dict[AdapterName, str] = {}
         security: dict[str, Any] = {}
         pools: list[str] = []
@@ -297,7 +302,9 @@ class _Reader:
             "tenant_id": lambda path, node: tenant_id.append(self._name(path, node)),
             "classes": lambda path, node: self._classes(path, node, classes),
             "quotas": lambda path, node: self._integers(path, node, {**_QUOTAS, **_LIMITS}, quotas),
-            "adapters": lambda path, node: self._adapters(path, node, pins, share_copies, gates, compositions),
+            "adapters": lambda path, node: self._adapters(
+                path, node, pins, share_copies, gate, compositions, dedicated
+            ),
             "prefix_cache": lambda path, node: self._prefix_cache(path, node, cache_group),
             "security": lambda path, node: self._security(path, node, security),
             "degrade": degrade.read,
@@ -318,8 +325,9 @@ class _Reader:
             quotas=TenantQuotas(**{name: value for name, value in values.items() if name in _QUOTAS}),
             pinned_adapters=tuple(pins),
             share_copies=bool(_only(share_copies)),
-            adapter_gate=_only(gates),
+            adapter_gate=gate.rule,
             compositions=compositions,
+            dedicated={AdapterName(name): count for name, (count, _) in dedicated.items()},
             security=TenantSecurity(**security),
             cache_group=_only(cache_group),
             degrade=rule,
@@ -420,8 +428,9 @@ class _Reader:
         node: yaml.Node,
         pins: list[AdapterName],
         share_copies: list[bool | None],
-        gates: list[GateRule | None],
+        gate: GateReader,
         compositions: dict[AdapterName, str],
+        dedicated: dict[str, tuple[int, yaml.Node]],
     ) -> None:
         def read_pins(at: str, value: yaml.Node) -> None:
             names: list[str] = []
@@ -431,8 +440,9 @@ class _Reader:
         readers: dict[str, _Read] = {
             "pin": read_pins,
             "share_copies": lambda at, value: share_copies.append(self._bool(at, value)),
-            "gate": lambda at, value: gates.append(self._gate(at, value)),
+            "gate": gate.read,
             "compose": lambda at, value: self._compositions(at, value, compositions),
+            "dedicated": lambda at, value: self._dedicated(at, value, dedicated),
         }
         self._mapping(path, node, readers)
 
@@ -462,40 +472,17 @@ class _Reader:
                     self._add(at, value, "names itself")
                 compositions[AdapterName(name)] = format_reference(parts)
 
-    def _gate(self, path: str, node: yaml.Node) -> GateRule | None:
-        values: dict[str, Any] = {}
-
-        def keep(name: str, value: object) -> None:
-            if value is not None:
-                values[name] = value
-
-        readers: dict[str, _Read] = {
-            "samples": lambda at, value: keep("samples", self._name(at, value)),
-            "judge": lambda at, value: keep("judge", self._judge(at, value)),
-            "max_tokens": lambda at, value: keep("max_tokens", self._integer(at, value, 1, MAX_ANSWER_TOKENS)),
-            "timeout_s": lambda at, value: keep("timeout_s", self._integer(at, value, 1, MAX_TIMEOUT_S)),
-        }
-
-        def part_reader(name: str) -> _Read:
-            return lambda at, value: keep(name, self._part(at, value))
-
-        readers |= {name: part_reader(name) for name in _GATE_PARTS}
-        found = self._mapping(path, node, readers)
-        if found is not None and "samples" not in found:
-            self._add(f"{path}.samples", node, "is missing: the name of the tenant's samples")
-        return GateRule(**values) if "samples" in values else None
-
-    def _judge(self, path: str, node: yaml.Node) -> str | None:
-        if isinstance(node, yaml.ScalarNode) and node.value in tuple(Judge):
-            return str(node.value)
-        self._add(path, node, f"must be one of {', '.join(Judge)}")
-        return None
-
-    def _part(self, path: str, node: yaml.Node) -> float | None:
-        if isinstance(node, yaml.ScalarNode) and _PART.fullmatch(node.value):
-            return float(node.value)
-        self._add(path, node, "must be a number from 0 to 1, e.g. 0.95")
-        return None
+    def _dedicated(self, path: str, node: yaml.Node, counts: dict[str, tuple[int, yaml.Node]]) -> None:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        names = [key.value if isinstance(key, yaml.ScalarNode) else "" for key, _ in pairs]
+        if not names:
+            self._add(path, node, "must be a mapping of adapters to numbers of workers, e.g. {support: 1}")
+        elif problem := next((f"{shown(name)} {name_problem(name)}" for name in names if name_problem(name)), None):
+            self._add(path, node, problem)
+        elif len(names) > MAX_DEDICATED:
+            self._add(path, node, f"has more than {MAX_DEDICATED} names")
+        else:
+            self._integers(path, node, dict.fromkeys(names, (1, MAX_DEDICATED_WORKERS)), counts)
 
     def _prefix_cache(self, path: str, node: yaml.Node, group: list[str | None]) -> None:
         found = self._mapping(path, node, {"group": lambda at, value: group.append(self._name(at, value))})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
 from manylora_sim.fake_runner import AheadFakeRunner, FakeAdapterBackend, FakeRunner, reference_tokens
@@ -115,6 +115,7 @@ def test_adapters_stand_still_while_another_is_merged() -> None:
     assert {ONE, TWO} <= rig.backend.on_device.keys()
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1 << 32))
 def test_any_order_of_merges_and_requests(seed: int) -> None:
     rng = random.Random(seed)

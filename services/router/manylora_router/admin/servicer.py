@@ -40,6 +40,7 @@ from manylora_router.admin.access.audit import AuditReader
 from manylora_router.admin.access.keys import Keys, key_record
 from manylora_router.admin.adapter_documents import AdapterDocuments
 from manylora_router.admin.adapters import AdapterIntake
+from manylora_router.admin.dedicated import dedicated_problem
 from manylora_router.admin.draining import Draining
 from manylora_router.admin.service_levels import ServiceLevels
 from manylora_router.admin.status import ClusterStatus
@@ -136,6 +137,9 @@ class AdminServicer:
         if (problem := await self._pins_problem(policy)) is not None:
             line = line_of(request.policy_yaml, "adapters.pin")
             raise InvalidRequest.of("adapters.pin", f"line {line}: {problem}")
+        if policy.dedicated and (problem := self._dedicated_problem(policy)) is not None:
+            line = line_of(request.policy_yaml, "adapters.dedicated")
+            raise InvalidRequest.of("adapters.dedicated", f"line {line}: {problem}")
         if policy.quotas.monthly_spend is not None and not self._usage.has_prices:
             line = line_of(request.policy_yaml, "quotas.monthly_spend")
             problem = "cannot act: this cluster's routers have no price list (--prices)"
@@ -165,6 +169,18 @@ class AdminServicer:
                 answer.version = version + 1
                 return answer
         raise _conflict()
+
+    def _dedicated_problem(self, policy: TenantPolicy) -> str | None:
+        directory = self._directory
+        others = [each for each in directory.dedicating() if each.tenant_id != policy.tenant_id]
+        pool_of = {
+            (each.tenant_id, name): entry.record.pool
+            for each in (policy, *others)
+            for name in each.dedicated
+            if (entry := directory.adapters.get(f"{each.tenant_id}/{name}")) is not None
+        }
+        pools = {*pool_of.values(), *(each.pools[0] for each in (policy, *others))}
+        return dedicated_problem(policy, others, pool_of, {pool: directory.workers_of(pool) for pool in pools})
 
     async def _pins_problem(self, policy: TenantPolicy) -> str | None:
         """Why the policy's pins cannot be kept, as far as is known here; None: nothing speaks against them."""

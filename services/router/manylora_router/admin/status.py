@@ -7,9 +7,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from manylora.v1 import admin_pb2, common_pb2, scheduler_pb2, status_pb2
-from manylora_shared.errors import RpcError
+from manylora_shared.errors import InternalError, RpcError
 from manylora_shared.ids import TenantId
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.transport.base import Transport
@@ -72,6 +73,8 @@ class ClusterStatus:
                 status.CopyFrom(reported[worker_id])
             status.worker_id, status.address, status.device = worker_id, record.address, record.device
             status.device_adapter_bytes, status.pool = record.device_adapter_bytes, record.pool
+            if status.dedicated_tenant:
+                status.dedicated_adapter = self._name_of(status.dedicated_tenant, status.dedicated_version)
             workers.append(status)
         for worker_id, (record, reason) in sorted(directory.kept_out.items()):
             workers.append(
@@ -103,6 +106,18 @@ class ClusterStatus:
             quarantines=levels.quarantines,
             rollouts=self._rollouts(""),
         )
+
+    def _name_of(self, tenant_id: str, digest: str) -> str:
+        """Empty: no adapter that the tenant's policy has workers for has this version."""
+        names: Iterable[str] = ()
+        with suppress(InternalError):  # the policy cannot be read: it is told to whoever asks for this tenant
+            policy = self._directory.policy_of(TenantId(tenant_id))
+            names = policy.dedicated if policy is not None else ()
+        for name in names:
+            entry = self._directory.adapters.get(f"{tenant_id}/{name}")
+            if entry is not None and any(each.uid == digest for each in entry.record.line.served):
+                return name
+        return ""
 
     def _name_pools(self, pools: Iterable[admin_pb2.PoolStatus]) -> None:
         for pool in pools:

@@ -173,14 +173,22 @@ class Directory:
 
     def capped(self) -> list[TenantId]:
         """Whose policies bound what they spend."""
+        found = self._policies_with(b"monthly_spend")
+        return [policy.tenant_id for policy in found if policy.quotas.monthly_spend is not None]
+
+    def dedicating(self) -> list[TenantPolicy]:
+        """The policies that ask for dedicated workers."""
+        return [policy for policy in self._policies_with(b"dedicated") if policy.dedicated]
+
+    def _policies_with(self, word: bytes) -> list[TenantPolicy]:
+        # Most policies have it not, and are not read.
         found = []
         for name, entry in self._tenants.values.items():
-            if b"monthly_spend" not in entry.in_force:
-                continue
-            with suppress(InternalError):  # it is told to whoever asks for this tenant
-                policy = self.policy_of(TenantId(name))
-                if policy is not None and policy.quotas.monthly_spend is not None:
-                    found.append(policy.tenant_id)
+            if word in entry.in_force:
+                with suppress(InternalError):  # it is told to whoever asks for this tenant
+                    policy = self.policy_of(TenantId(name))
+                    if policy is not None:
+                        found.append(policy)
         return found
 
     def pools_of(self, tenant_id: TenantId) -> tuple[str, ...]:

@@ -33,12 +33,14 @@ from manylora_scheduler.core.events import (
     PolicyChanged,
     RouterConnected,
     RouterDisconnected,
+    SendDedicate,
     SendGrant,
     SendPrefetch,
     SendRefusal,
     Shed,
     Tick,
     Withdrawn,
+    WorkerDedicated,
     WorkerDisconnected,
     WorkerJoined,
     WorkerLeft,
@@ -47,7 +49,7 @@ from manylora_scheduler.core.events import (
 from manylora_scheduler.core.fleet import Fleet
 from manylora_scheduler.core.flows import AGING_PER_S, Flows, Precedence
 from manylora_scheduler.core.placement import in_order
-from manylora_scheduler.core.reports import WorkerReport
+from manylora_scheduler.core.reports import Owner, ToldOwner, WorkerReport
 from manylora_scheduler.core.request import (
     CLOSING,
     GRANTED,
@@ -130,6 +132,9 @@ class Core:
             self._on_other(event)
         if self._is_restoring:
             self._is_restoring = self._succession.try_resume(now, all_reported=self._fleet.all_connected)
+        if self._dispatch.owners and not self._is_restoring:
+            while (own := self._dispatch.next_own(now)) is not None:
+                self._grant(own)
         while self._fleet.has_room and not self._is_restoring and (pick := self._dispatch.next_pick(now)) is not None:
             self._grant(pick)
         commands = self._out
@@ -150,6 +155,11 @@ class Core:
                     self._on_router_gone(event.router_id)
             case WorkerJoined():
                 self._on_worker_joined(event)
+            case WorkerDedicated():
+                if (worker := self._fleet.get(event.worker_id)) is not None:
+                    worker.told_owner = worker.told_owner._replace(problem="")
+                    self._dedicate(worker, event.owner)
+                    self._out.append(SendDedicate(worker.worker_id, event.owner))
             case WorkerLeft():
                 self._on_worker_left(event.worker_id)
             case WorkerDisconnected():
@@ -201,6 +211,8 @@ class Core:
             since_us=to_us(now),
             urgent_us=urgent_us_of(ticket),
         )
+        if self._dispatch.owners:
+            self._dispatch.await_own(ticket)
         if flow.tenant_id in self._dispatch.apart:
             self._queue.set_apart(flow, is_apart=True)
         wait_s = self._limits.worker_wait_s
@@ -326,7 +338,9 @@ class Core:
             self._on_worker_left(event.worker_id)
         if self._departed.pop(event.worker_id, event.address) != event.address:
             self._queue.forget_source(event.worker_id)
-        self._fleet.join(event.worker_id, event.address, event.device, event.max_context_tokens)
+        self._fleet.join(
+            event.worker_id, event.address, event.device, event.max_context_tokens, can_merge=event.can_merge
+        )
 
     def _on_worker_left(self, worker_id: WorkerId) -> None:
         worker = self._fleet.leave(worker_id)
@@ -345,6 +359,23 @@ class Core:
         for key in self._dispatch.forget_paused(worker_id=worker_id):
             self._timers.cancel(("paused", *key))
         self._note_serving()
+        if worker.owner is not None:
+            self._dispatch.set_owners(self._tickets.queued())
+
+    def _dedicate(self, worker: WorkerView, owner: Owner | None) -> None:
+        if worker.owner != owner:
+            worker.owner = owner
+            self._dispatch.set_owners(self._tickets.queued())
+        if self._fleet.update(worker):
+            self._note_serving()
+
+    def _on_told_owner(self, worker: WorkerView, told: ToldOwner, *, is_first: bool) -> None:
+        # What an earlier leader decided is taken over; an order that a broken stream lost is given again.
+        worker.told_owner = told
+        if is_first and told.owner != worker.owner and worker.owner is not None:
+            self._out.append(SendDedicate(worker.worker_id, worker.owner))
+        elif is_first:
+            self._dedicate(worker, told.owner)
 
     def _on_report(self, event: WorkerReported) -> None:
         worker, report = self._fleet.get(event.worker_id), event.report
@@ -365,6 +396,8 @@ class Core:
             ended = [request_id for request_id in worker.running if request_id not in alive]
         for request_id in ended:
             self._on_ended(worker, request_id)
+        if report.owner is not None:
+            self._on_told_owner(worker, report.owner, is_first=report.snapshot)
         had_held = worker.held_sequences
         worker.fold_capacity(report, with_loads=self._order == "fair")
         if had_held or worker.held_sequences:

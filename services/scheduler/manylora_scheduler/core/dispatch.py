@@ -7,22 +7,25 @@ granted beyond the free room: docs/decisions/0016.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from manylora_shared.fairness.fair_queue import FairQueue
-from manylora_shared.fairness.seam import Pick
-from manylora_shared.ids import QosClass, RouterId, TenantId, WorkerId
+from manylora_shared.fairness.seam import Pick, Rank
+from manylora_shared.ids import AdapterUid, QosClass, RouterId, TenantId, WorkerId
 
 from manylora_scheduler.core.fleet import Fleet
 from manylora_scheduler.core.flows import Precedence
 from manylora_scheduler.core.placement import choose, choose_spare
-from manylora_scheduler.core.request import FlowKey, Need, QueuedRequest, Ticket, need_of, to_us
+from manylora_scheduler.core.reports import Owner
+from manylora_scheduler.core.request import FlowKey, Need, QueuedRequest, Ticket, need_of, rank_of, to_us
 from manylora_scheduler.core.worker_view import WorkerView
 
 UNREACHED_PAUSE_S = (0.25, 0.5, 1.0, 2.0)  # for a router that could not reach a worker, by failures in a row
 HOLD_AFTER_PASSES = 16
+_MAX_LOOKED_AT = 4  # of an owner's requests, where its workers have no room for the first
 _MAX_BEHIND = 8  # flows that are asked whether they are to be granted beyond the free room
 
 
@@ -30,6 +33,35 @@ _MAX_BEHIND = 8  # flows that are asked whether they are to be granted beyond th
 class _Unreached:
     failures: int
     until: float
+
+
+class OwnQueue:
+    """Requests that wait and are an owner's, by their rank inside a flow. They wait in the fair queue, too."""
+
+    __slots__ = ("_heap", "waiting", "workers")
+
+    def __init__(self) -> None:
+        self.workers: list[WorkerView] = []  # that are dedicated to the owner
+        self.waiting: dict[Ticket, None] = {}
+        self._heap: list[tuple[Rank, Ticket]] = []  # those that wait no more linger
+
+    def add(self, ticket: Ticket) -> None:
+        self.waiting[ticket] = None
+        heapq.heappush(self._heap, (rank_of(ticket), ticket))
+        if len(self._heap) > 2 * len(self.waiting) + _MAX_LOOKED_AT:
+            self._heap = [entry for entry in self._heap if entry[1] in self.waiting]
+            heapq.heapify(self._heap)
+
+    def first(self) -> list[Ticket]:
+        """Some of those that are next."""
+        found: list[tuple[Rank, Ticket]] = []
+        while self._heap and len(found) < _MAX_LOOKED_AT:
+            entry = heapq.heappop(self._heap)
+            if entry[1] in self.waiting:
+                found.append(entry)
+        for entry in found:
+            heapq.heappush(self._heap, entry)
+        return [ticket for _, ticket in found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +89,46 @@ class Dispatch:
         self.unreached: dict[tuple[RouterId, WorkerId], _Unreached] = {}  # for reading
         self._now = 0.0
         self.precedence: Precedence | None = None
+        self.owners: dict[Owner, OwnQueue] = {}  # for reading
+
+    def set_owners(self, queued: Iterable[Ticket]) -> None:
+        """After each change of who is dedicated to whom. queued: all that are."""
+        before, self.owners = self.owners, {}
+        for worker in self._fleet.workers:
+            if worker.owner is not None:
+                own = self.owners.get(worker.owner)
+                if own is None:
+                    own = self.owners[worker.owner] = before.get(worker.owner) or OwnQueue()
+                    own.workers = []
+                own.workers.append(worker)
+        if not self.owners.keys() <= before.keys():
+            for ticket in queued:
+                self.await_own(ticket)
+
+    def await_own(self, ticket: Ticket) -> None:
+        own = self.owners.get(_owner_of(ticket))
+        if own is not None and ticket not in own.waiting:
+            own.add(ticket)
+
+    def next_own(self, now: float) -> Pick[Ticket, WorkerView] | None:
+        """What a dedicated worker has room for. It is out of the fair order, for nobody else could have that room; it
+        is charged as any other.
+        """
+        self._now = now
+        for own in self.owners.values():
+            if not own.waiting:
+                continue
+            with_room = [worker for worker in own.workers if worker.serves_owner and worker.free_sequences > 0]
+            if not with_room:
+                continue
+            for ticket in own.first():
+                request = ticket.request
+                allows = self._allows(request, heeds_hold=False)
+                found = [worker for worker in with_room if worker.can_take(request) and allows(worker)]
+                if found:
+                    place = min(found, key=lambda worker: (worker.slotted_sequences, worker.worker_id))
+                    return Pick(ticket, place, self._queue.virtual_time, None)
+        return None
 
     def next_pick(self, now: float) -> Pick[Ticket, WorkerView] | None:
         """None where nothing more can be granted now."""
@@ -196,6 +268,10 @@ class Dispatch:
     def left_queue(self, ticket: Ticket) -> None:
         if self._hold is not None and self._hold.ticket is ticket:
             self._hold = None
+        if self.owners:
+            own = self.owners.get(_owner_of(ticket))
+            if own is not None:
+                own.waiting.pop(ticket, None)
 
     def check_hold(self) -> None:
         # A worker that takes no requests is not held.
@@ -226,6 +302,10 @@ class Dispatch:
         return gone
 
     def check_invariants(self, queued: set[Ticket]) -> None:
+        for owner, own in self.owners.items():
+            assert own.waiting.keys() == {ticket for ticket in queued if _owner_of(ticket) == owner}
+            assert {w.worker_id for w in own.workers} == {w.worker_id for w in self._fleet.workers if w.owner == owner}
+        assert self.owners.keys() == {w.owner for w in self._fleet.workers if w.owner is not None}
         if self._hold is not None:
             assert self._hold.ticket in queued
             assert self._fleet.get(self._hold.worker_id) is not None
@@ -236,6 +316,12 @@ class Dispatch:
         assert held == {(flow, worker_id) for flow, workers in self.held.items() for worker_id in workers}
         assert all(self.held.values())
         assert self.apart == Counter([flow.tenant_id for flow in self.held])
+
+
+def _owner_of(ticket: Ticket) -> Owner:
+    """Whose it is, if it is an owner's at all. A composition is nobody's."""
+    request = ticket.request
+    return Owner(AdapterUid(request.adapter_uid or ""), request.flow.tenant_id)
 
 
 def _allow_all(worker: WorkerView) -> bool:

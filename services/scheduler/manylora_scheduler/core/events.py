@@ -10,7 +10,7 @@ from manylora_shared.tenancy.overload import OverloadView
 from manylora_shared.tenancy.policy import TenantPolicy
 from manylora_shared.tenancy.quota import QuotaLevel
 
-from manylora_scheduler.core.reports import WorkerReport
+from manylora_scheduler.core.reports import Owner, WorkerReport
 from manylora_scheduler.core.request import FlowKey, QueuedRequest
 
 
@@ -101,6 +101,15 @@ class WorkerJoined:
     device: str
     max_context_tokens: int
     pool: str = DEFAULT_POOL
+    can_merge: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDedicated:
+    """Whose the worker is to be; None: everybody's."""
+
+    worker_id: WorkerId
+    owner: Owner | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +152,7 @@ Event = (
     | RoutersRefused
     | Shed
     | WorkerJoined
+    | WorkerDedicated
     | WorkerLeft
     | WorkerDisconnected
     | WorkerReported
@@ -217,10 +227,16 @@ class SendPrefetch:
 
 
 @dataclass(frozen=True, slots=True)
+class SendDedicate:
+    worker_id: WorkerId
+    owner: Owner | None
+
+
+@dataclass(frozen=True, slots=True)
 class Dropped:
     """Withdrawn, or its router went: nothing to send."""
 
     request: QueuedRequest
 
 
-Command = SendGrant | SendRefusal | SendLease | SendLeaseRefusal | SendOverload | SendPrefetch | Dropped
+Command = SendGrant | SendRefusal | SendLease | SendLeaseRefusal | SendOverload | SendPrefetch | SendDedicate | Dropped

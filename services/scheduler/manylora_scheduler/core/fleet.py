@@ -57,9 +57,12 @@ class Fleet:
     def workers(self) -> Iterable[WorkerView]:
         return self._workers.values()
 
-    def join(self, worker_id: WorkerId, address: str, device: str, max_context_tokens: int) -> WorkerView:
+    def join(
+        self, worker_id: WorkerId, address: str, device: str, max_context_tokens: int, *, can_merge: bool = False
+    ) -> WorkerView:
         assert worker_id not in self._workers
         view = self._workers[worker_id] = WorkerView(worker_id, address, device, max_context_tokens, self.holders)
+        view.can_merge = can_merge
         self.ring.add(worker_id)
         return view
 

@@ -47,6 +47,22 @@ class FlowLoad(NamedTuple):
         return self.slotted + self.ready
 
 
+class Owner(NamedTuple):
+    """Whose requests a dedicated worker takes: one tenant's with one adapter, which is in its base weights."""
+
+    adapter_uid: AdapterUid
+    tenant_id: TenantId
+
+
+class ToldOwner(NamedTuple):
+    """A worker's word. owner: None: it is everybody's. problem: why it is not as it was told to be."""
+
+    owner: Owner | None
+    is_ready: bool  # it takes requests
+    problem: str = ""
+
+
+TO_EVERYBODY = ToldOwner(None, True)
 NO_LOAD = FlowLoad(0, 0, 0)
 
 
@@ -69,3 +85,4 @@ class WorkerReport:
     # of the flows that changed; in a snapshot of all that have some
     loads: Mapping[FlowKey, FlowLoad] = field(default_factory=dict)
     tenants: Mapping[TenantId, int] = field(default_factory=dict)  # KV blocks of tenants where they changed
+    owner: ToldOwner | None = None  # None: unchanged

@@ -28,6 +28,10 @@ class Tickets:
     def num_returned(self) -> int:
         return len(self._returned)
 
+    def queued(self) -> list[Ticket]:
+        """O(tickets)."""
+        return [ticket for ticket in self.wanted.values() if ticket.phase is QUEUED]
+
     def queued_of(self, router_id: RouterId) -> list[Ticket]:
         # This is O(tickets): a router's stream seldom ends.
         return [t for t in self.wanted.values() if t.phase is QUEUED and t.request.router_id == router_id]

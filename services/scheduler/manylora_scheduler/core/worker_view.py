@@ -14,8 +14,11 @@ from manylora_shared.ids import AdapterKey, AdapterUid, RequestId, TenantId, Wor
 from manylora_scheduler.core.reports import (
     ABSENT,
     NO_LOAD,
+    TO_EVERYBODY,
     FlowLoad,
+    Owner,
     Residency,
+    ToldOwner,
     WorkerReport,
 )
 from manylora_scheduler.core.request import FlowKey, QueuedRequest, Ticket
@@ -63,15 +66,17 @@ class Holders:
 
 
 class WorkerView:
-    """Takes requests while it is connected (the present stream brought a snapshot) and not draining."""
+    """Takes requests while it is connected (the present stream brought a snapshot) and not draining. One that is
+    dedicated *serves* nobody in the fair queue's order: `Dispatch.next_own` gives it its owner's requests.
+    """
 
     __slots__ = ("_assigned", "_front", "_granted_blocks", "_granted_sequences", "_holders", "_holds_longest",
                  "_loads", "_max_sequences", "_output_tokens", "_prefetches", "_ranks",
-                 "adapters", "address", "block_size",
+                 "adapters", "address", "block_size", "can_merge",
                  "connected", "device", "draining", "granted", "has_reported",
-                 "held_by_tenant", "held_sequences", "kv_blocks_free", "kv_blocks_total", "max_context_tokens", "place",
-                 "running", "running_sequences", "sequence_slots",
-                 "standing", "worker_id")  # fmt: skip
+                 "held_by_tenant", "held_sequences", "kv_blocks_free", "kv_blocks_total", "max_context_tokens", "owner",
+                 "place", "running", "running_sequences", "sequence_slots",
+                 "standing", "told_owner", "worker_id")  # fmt: skip
 
     def __init__(
         self, worker_id: WorkerId, address: str, device: str, max_context_tokens: int, holders: Holders
@@ -83,6 +88,9 @@ class WorkerView:
         self.connected = False
         self.has_reported = False
         self.draining = False
+        self.can_merge = False
+        self.owner: Owner | None = None  # as it was decided; written by the core, as the next one
+        self.told_owner: ToldOwner = TO_EVERYBODY
         self.sequence_slots = 0
         self.running_sequences = 0
         self.kv_blocks_total = 0
@@ -111,7 +119,17 @@ class WorkerView:
 
     @property
     def serving(self) -> bool:
-        return self.connected and not self.draining
+        return self.connected and not self.draining and self.is_everybodys
+
+    @property
+    def is_everybodys(self) -> bool:
+        told, is_ready, _ = self.told_owner
+        return self.owner is None and told is None and is_ready
+
+    @property
+    def serves_owner(self) -> bool:
+        told, is_ready, _ = self.told_owner
+        return self.owner is not None and told == self.owner and is_ready and self.connected and not self.draining
 
     @property
     def used_sequences(self) -> int:
@@ -252,7 +270,7 @@ class WorkerView:
     def standing_now(self) -> int:
         if not self.connected:
             return AWAY
-        if self.draining:
+        if self.draining or not self.is_everybodys:
             return CONNECTED
         slots, most = self.sequence_slots, self._max_sequences
         used = self.running_sequences + self._granted_sequences

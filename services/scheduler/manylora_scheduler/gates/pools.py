@@ -25,6 +25,7 @@ from manylora_scheduler.core.events import (
     SendRefusal,
     Tick,
     Withdrawn,
+    WorkerDedicated,
     WorkerDisconnected,
     WorkerJoined,
     WorkerLeft,
@@ -58,7 +59,7 @@ class Pools:
     def apply(self, event: Event, now: float) -> list[Command]:
         if isinstance(event, Enqueued):
             return self._on_enqueued(event, now)
-        if isinstance(event, WorkerReported | WorkerDisconnected):
+        if isinstance(event, WorkerReported | WorkerDisconnected | WorkerDedicated):
             return self._of_worker(event.worker_id).apply(event, now)
         if isinstance(event, GrantClosed | Withdrawn):
             return self._of_request(event).apply(event, now)

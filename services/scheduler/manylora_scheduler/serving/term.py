@@ -31,6 +31,7 @@ from manylora_scheduler.core.events import (
     PolicyChanged,
     RouterConnected,
     RouterDisconnected,
+    SendDedicate,
     SendGrant,
     SendLease,
     SendLeaseRefusal,
@@ -38,11 +39,13 @@ from manylora_scheduler.core.events import (
     SendPrefetch,
     SendRefusal,
     Tick,
+    WorkerDedicated,
     WorkerJoined,
     WorkerLeft,
     WorkerReported,
 )
 from manylora_scheduler.core.succession import ClockSnapshot
+from manylora_scheduler.gates.dedication_plan import DedicationPlan
 from manylora_scheduler.gates.overload import OverloadGate
 from manylora_scheduler.gates.pools import Pools
 from manylora_scheduler.gates.queue_delay import OverloadTargets
@@ -50,6 +53,7 @@ from manylora_scheduler.gates.quota import QuotaGate
 from manylora_scheduler.gates.signals import PoolSignals, Signals
 from manylora_scheduler.serving.clock_codec import Legacy
 from manylora_scheduler.serving.clock_keeper import ClockKeeper
+from manylora_scheduler.serving.dedications import Wanted
 from manylora_scheduler.serving.metrics import TermMetrics
 from manylora_scheduler.serving.router_line import RouterLine
 from manylora_scheduler.serving.spans import QueueSpans
@@ -128,6 +132,7 @@ class Term:
         settled = predecessor.settled.items() if predecessor is not None else ()
         known = {flow: tokens for flow, tokens in settled if flow.tenant_id in policies}
         self.quotas = QuotaGate(self.pools, self._loop.time(), known)
+        self._dedications: dict[str, DedicationPlan] = {}
         self._signals: dict[str, PoolSignals] = {}
         self._routers: dict[RouterId, RouterLine] = {}
         self._workers: dict[WorkerId, WorkerLine] = {}
@@ -230,6 +235,15 @@ class Term:
 
     # ---- workers
 
+    def dedicate(self, wanted: Wanted) -> None:
+        now = self._loop.time()
+        for pool, gate in list(self.pools.gates.items()):
+            plan = self._dedications.setdefault(pool, DedicationPlan(now))
+            for worker_id, owner in plan.look(wanted.get(pool, {}), gate.core.workers, now):
+                more = fields(worker=worker_id, tenant=owner.tenant_id if owner else "", pool=pool)
+                _LOG.info("a worker is dedicated" if owner else "a worker goes back to everybody", extra=more)
+                self.post(WorkerDedicated(worker_id, owner))
+
     def worker_changed(self, worker_id: WorkerId, record: WorkerRecord | None) -> None:
         """None: its record went."""
         line = self._workers.get(worker_id)
@@ -238,7 +252,8 @@ class Term:
             self.post(WorkerLeft(worker_id))
         if record is not None and worker_id not in self._workers:
             longest = max(record.max_context_tokens, record.longest_context_tokens)
-            self.post(WorkerJoined(worker_id, record.address, record.device, longest, record.pool))
+            can_merge = not record.merge_problem
+            self.post(WorkerJoined(worker_id, record.address, record.device, longest, record.pool, can_merge))
             self._workers[worker_id] = WorkerLine(
                 worker_id,
                 record.address,
@@ -385,6 +400,10 @@ class Term:
                 worker = self._workers.get(command.worker_id)
                 if worker is not None:
                     worker.prefetch(command.adapter_uid, command.tenant_id)
+            case SendDedicate():
+                worker = self._workers.get(command.worker_id)
+                if worker is not None:
+                    worker.dedicate(command.owner)
             case Dropped():
                 self._spans.ended(command.request, Code.CANCELLED, "withdrawn")
 

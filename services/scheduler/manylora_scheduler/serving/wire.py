@@ -17,6 +17,7 @@ from manylora_shared.ids import (
     RequestId,
     RouterId,
     TenantId,
+    digest_of,
     name_problem,
 )
 from manylora_shared.tenancy.key_limits import KeyLimits, limit_problems
@@ -36,8 +37,10 @@ from manylora_scheduler.core.events import (
 from manylora_scheduler.core.reports import (
     FlowLoad,
     FlowTokens,
+    Owner,
     Residency,
     StartedRequest,
+    ToldOwner,
     WorkerReport,
 )
 from manylora_scheduler.core.request import FlowKey, QueuedRequest
@@ -132,6 +135,11 @@ def _pool_of(message: scheduler_pb2.Enqueue | scheduler_pb2.Refused) -> str:
     return pool
 
 
+def _told_owner(message: worker_pb2.Dedication) -> ToldOwner:
+    owner = Owner(AdapterUid(message.adapter_uid), TenantId(message.tenant_id)) if message.adapter_uid else None
+    return ToldOwner(owner, message.is_ready, message.problem)
+
+
 def worker_report(message: worker_pb2.ControlReport) -> WorkerReport:
     flows: dict[FlowKey, FlowTokens] = {}
     loads: dict[FlowKey, FlowLoad] = {}
@@ -142,6 +150,7 @@ def worker_report(message: worker_pb2.ControlReport) -> WorkerReport:
         load = each.slotted_sequences, each.ready_sequences, each.held_sequences
         loads[flow] = tuple.__new__(FlowLoad, load)
     return WorkerReport(
+        owner=_told_owner(message.dedication) if message.HasField("dedication") else None,
         snapshot=message.snapshot,
         sequence_slots=message.sequence_slots,
         running_sequences=message.running_sequences,
@@ -342,7 +351,7 @@ def kv_statuses(workers: Iterable[tuple[Mapping[TenantId, int], int]]) -> list[a
 
 def worker_status(view: WorkerView, told: Told, kv_blocks: Mapping[TenantId, int], pool: str) -> admin_pb2.WorkerStatus:
     """kv_blocks: by tenant."""
-    tiers = list(view.adapters.values())
+    tiers, owner = list(view.adapters.values()), view.owner
     return admin_pb2.WorkerStatus(
         worker_id=view.worker_id,
         address=view.address,
@@ -359,6 +368,10 @@ def worker_status(view: WorkerView, told: Told, kv_blocks: Mapping[TenantId, int
         kv_block_bytes=told.kv_block_bytes,
         tenants=_worker_tenants(told, kv_blocks),
         pool=pool,
+        dedicated_tenant=owner.tenant_id if owner is not None else "",
+        dedicated_version=digest_of(owner.adapter_uid) if owner is not None else "",
+        is_changing=view.connected and not (view.is_everybodys or view.serves_owner or view.draining),
+        merge_problem=view.told_owner.problem,
     )
 
 

@@ -17,6 +17,7 @@ from manylora_shared.telemetry.logs import fields
 from manylora_shared.transport.base import Channel, Stream, Transport, methods_of
 
 from manylora_scheduler.core.events import Event, WorkerDisconnected, WorkerReported
+from manylora_scheduler.core.reports import Owner
 from manylora_scheduler.serving.told import Told
 from manylora_scheduler.serving.wire import worker_report
 
@@ -65,6 +66,13 @@ class WorkerLine:
         if self._outbox is not None:
             prefetch = worker_pb2.PrefetchAdapter(adapter_uid=adapter_uid, tenant_id=tenant_id)
             self._outbox.put_nowait(worker_pb2.ControlCommand(prefetch=prefetch))
+
+    def dedicate(self, owner: Owner | None) -> None:
+        """Where there is no stream, the next one's snapshot says what the worker is not told yet."""
+        if self._outbox is not None:
+            uid, tenant_id = owner or ("", "")
+            dedicate = worker_pb2.Dedicate(adapter_uid=uid, tenant_id=tenant_id)
+            self._outbox.put_nowait(worker_pb2.ControlCommand(dedicate=dedicate))
 
     async def close(self) -> None:
         self._task.cancel()

@@ -48,6 +48,8 @@ class Runtime(ABC):
         self.model = model
         self.view = EngineView(stats, max_requests, self._send, pause_unread_tokens)
         self._check = check
+        self.admits: Callable[[EngineRequest], None] = lambda request: None  # raises ServiceUnavailable
+        self.merge_problem = ""  # why it merges no adapter; empty: it does
 
     @abstractmethod
     def now(self) -> float:
@@ -75,9 +77,10 @@ class Runtime(ABC):
         """
         Raises:
             InvalidRequest, QuotaExceeded: it could never run.
-            AlreadyExists, Overloaded, ServiceUnavailable: as things are now.
+            AlreadyExists, Overloaded, ServiceUnavailable: as things are now, here or of what this worker takes.
         """
         self._check(request)
+        self.admits(request)
         stream = self.view.open(request)
         self._send(lambda core, now: core.add(request, now))
         return stream
@@ -93,6 +96,12 @@ class Runtime(ABC):
 
     def set_pins(self, pins: Mapping[TenantId, Sequence[Pin]], largest_bytes: int) -> None:
         self._send(lambda core, now: core.set_pins(pins, largest_bytes))
+
+    def set_merged(self, uid: AdapterUid | None, tenant_id: TenantId) -> Future[str]:
+        """Nothing runs here, or comes until it is over: then with what went wrong, which leaves the base model."""
+        told: Future[str] = Future()
+        self._send(lambda core, now: core.set_merged(uid, tenant_id, told.set_result, now))
+        return told
 
     def drop_caches(self, *, adapters: bool, prefixes: bool) -> Future[tuple[int, int]]:
         """How many adapters, and blocks of prefixes."""
@@ -175,6 +184,7 @@ class ThreadRuntime(Runtime):
         self, core: EngineCore, backend: AdapterBackend, model: ModelInfo, mailbox: Mailbox, *, max_requests: int
     ) -> None:
         super().__init__(model, core.stats(), core.check, max_requests)
+        self.merge_problem = core.merge_problem
         self._core = core
         self._backend = backend
         self._mailbox = mailbox

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from manylora.v1 import status_pb2, worker_pb2
@@ -19,7 +19,8 @@ from manylora_worker.hosting.view import EngineView, FlowLoad
 from manylora_worker.hosting.waiter import Waiter
 from manylora_worker.kinds.api import AdapterTier, EngineRequest
 from manylora_worker.kinds.flow import FlowKey
-from manylora_worker.serving.wire import TIERS
+from manylora_worker.serving.dedication import TO_EVERYBODY, Dedicated
+from manylora_worker.serving.wire import TIERS, dedication_message
 
 _GATHER_S = 0.002
 _STARTED_S = 0.01
@@ -42,8 +43,18 @@ class _Changes:
 class ControlSession:
     """The stream's handler reads `next_report`, which reads the engine's state from `view` at that moment."""
 
-    def __init__(self, view: EngineView, *, sequence_slots: int, parked_sequences: int, kv_block_bytes: int) -> None:
+    def __init__(
+        self,
+        view: EngineView,
+        *,
+        sequence_slots: int,
+        parked_sequences: int,
+        kv_block_bytes: int,
+        dedicated: Callable[[], Dedicated] = lambda: TO_EVERYBODY,
+    ) -> None:
         self._view = view
+        self._dedicated = dedicated
+        self._told_dedicated: Dedicated | None = None
         self._kv_block_bytes = kv_block_bytes
         self._sequence_slots = sequence_slots
         self._max_sequences = sequence_slots + parked_sequences
@@ -83,6 +94,9 @@ class ControlSession:
             is_urgent |= len(loads) > 1 and not served.keys() <= self._served.keys()
             self._served = served
         self._tell_at(self._reported_at + (_GATHER_S if is_urgent else _COUNTERS_S))
+
+    def dedication_changed(self) -> None:
+        self._tell_at(self._reported_at + _GATHER_S)
 
     def draining(self) -> None:
         self._is_draining = True
@@ -148,6 +162,9 @@ class ControlSession:
                 qos_class=QOS_NUMBERS[request.qos_class],
                 sequences=request.num_open,
             )
+        if (dedicated := self._dedicated()) != self._told_dedicated:
+            self._told_dedicated = dedicated
+            report.dedication.CopyFrom(dedication_message(dedicated))
         self._add_flows(report)
         self._add_tenants(report)
         self._add_setbacks(report)

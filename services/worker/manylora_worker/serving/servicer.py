@@ -26,9 +26,17 @@ from manylora_worker.hosting.runtime import Runtime
 from manylora_worker.kinds.api import AdapterTier, EngineRequest
 from manylora_worker.serving.adapter_trial import AdapterTrial
 from manylora_worker.serving.control import ControlSession
+from manylora_worker.serving.dedication import Dedication
 from manylora_worker.serving.metrics import WorkerMetrics
 from manylora_worker.serving.spans import ExecuteSpans
-from manylora_worker.serving.wire import TIERS, coverage_message, engine_request, execute_finished, tokens_frame
+from manylora_worker.serving.wire import (
+    TIERS,
+    coverage_message,
+    dedication_owner,
+    engine_request,
+    execute_finished,
+    tokens_frame,
+)
 from manylora_worker.weights.adapter_check import AdapterValidator
 
 _LOG = logging.getLogger(__name__)
@@ -77,6 +85,8 @@ class WorkerServicer:
         self._epoch = 0
         self._is_draining = False
         self._executing: dict[RequestId, None] = {}
+        self._dedication = Dedication(runtime, worker_id, self.hand_over)
+        self._dedication.changed = self._dedication_changed
         self._session: ControlSession | None = None
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -107,6 +117,13 @@ class WorkerServicer:
         """Ends what routers run here, at its next token, for other workers to go on with."""
         for request_id in self._executing:
             self._runtime.abort(request_id)
+
+    def close(self) -> None:
+        self._dedication.close()
+
+    def _dedication_changed(self) -> None:
+        if self._session is not None:
+            self._session.dedication_changed()
 
     async def wait_quiet(self) -> None:
         await self._quiet.wait()
@@ -313,6 +330,7 @@ class WorkerServicer:
             sequence_slots=self._sequence_slots,
             parked_sequences=self._parked_sequences,
             kv_block_bytes=self._runtime.model.kv_block_bytes,
+            dedicated=lambda: self._dedication.state,
         )
         if self._is_draining:
             self._session.draining()
@@ -330,8 +348,12 @@ class WorkerServicer:
                         self._runtime.prefetch(AdapterUid(command.prefetch.adapter_uid), tenant_id)
                     case "drain":
                         self.drain()
+                    case "dedicate":
+                        self._dedication.set(dedication_owner(command.dedicate))
                     case _:
-                        raise InvalidRequest.of("command", "must be a prefetch or a drain after the hello")
+                        raise InvalidRequest.of(
+                            "command", "must be a prefetch, a drain or a dedication after the hello"
+                        )
         except InvalidRequest as error:
             session.close(error)
         finally:

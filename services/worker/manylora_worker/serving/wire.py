@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from manylora.v1 import common_pb2, worker_pb2
 from manylora_shared.composition import key_problem, uids_of
 from manylora_shared.errors import FieldViolation, InvalidRequest
-from manylora_shared.ids import Composition, RequestId, TenantId, name_problem, owner_of
+from manylora_shared.ids import AdapterUid, Composition, RequestId, TenantId, is_uid, name_problem, owner_of
 from manylora_shared.sampling import barred_too_much
 from manylora_shared.wire import QOS_CLASSES
 
 from manylora_worker.hosting.output_stream import EndKind, StreamEnd
 from manylora_worker.kinds.api import AdapterTier, EngineRequest, FinishReason, Logprobs, Sampling, TokenOutput
 from manylora_worker.models.parts import ModelInfo
+from manylora_worker.serving.dedication import Dedicated, Owner
 from manylora_worker.weights.adapter_check import Coverage
 
 MAX_CHOICES = 8
@@ -32,7 +33,7 @@ _FINISH_REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
-# ABORTED by nobody: only a worker that stops does that to a stream that is still read
+# ABORTED by nobody: only a worker that stops, or is to serve others, does that to a stream that is still read
 _OUTCOMES = {
     EndKind.COMPLETED: common_pb2.OUTCOME_COMPLETED,
     EndKind.ABORTED: common_pb2.OUTCOME_WORKER_LOST,
@@ -188,3 +189,24 @@ def coverage_message(coverage: Coverage) -> worker_pb2.AdapterCoverage:
         tensors_left_out=coverage.num_left_out,
         left_out=coverage.left_out,
     )
+
+
+def dedication_message(dedicated: Dedicated) -> worker_pb2.Dedication:
+    owner, is_ready, problem = dedicated
+    message = worker_pb2.Dedication(is_ready=is_ready, problem=problem)
+    if owner is not None:
+        message.adapter_uid, message.tenant_id = owner
+    return message
+
+
+def dedication_owner(message: worker_pb2.Dedicate) -> Owner | None:
+    """Raises InvalidRequest."""
+    if not message.adapter_uid:
+        return None
+    if not is_uid(message.adapter_uid):
+        raise InvalidRequest.of("dedicate.adapter_uid", "is no adapter's")
+    if problem := name_problem(message.tenant_id):
+        raise InvalidRequest.of("dedicate.tenant_id", problem)
+    if owner_of(AdapterUid(message.adapter_uid)) not in (None, message.tenant_id):
+        raise InvalidRequest.of("dedicate.adapter_uid", "is another tenant's copy")
+    return Owner(AdapterUid(message.adapter_uid), TenantId(message.tenant_id))

@@ -1,0 +1,95 @@
+"""Which workers of a pool are one tenant's with one adapter, as the policies ask. Pure; it only decides.
+
+One worker changes at a time, and one that is everybody's stays, whatever policies ask: where none is left for a while,
+a dedicated one comes back. A worker that could not merge an adapter is left alone with it for RETRY_S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from manylora_shared.ids import WorkerId
+
+from manylora_scheduler.core.reports import Owner
+from manylora_scheduler.core.worker_view import WorkerView
+
+RETRY_S = 60.0
+SETTLE_S = 5.0  # for workers to tell a new leader what they are
+LONELY_S = 3.0  # how long nobody may be everybody's
+
+
+class Change(NamedTuple):
+    worker_id: WorkerId
+    owner: Owner | None
+
+
+class DedicationPlan:
+    """Of one pool."""
+
+    def __init__(self, now: float) -> None:
+        self._begun_at = now
+        self._lonely_since: float | None = None
+        self._failed: dict[tuple[WorkerId, Owner], tuple[float, str]] = {}  # until when, and why
+
+    def problems(self) -> Mapping[Owner, str]:
+        """Why a worker did not become an owner's, lately."""
+        return {owner: f"{worker_id}: {problem}" for (worker_id, owner), (_, problem) in self._failed.items()}
+
+    def look(self, wanted: Mapping[Owner, int], workers: Collection[WorkerView], now: float) -> list[Change]:
+        """wanted: how many workers each owner is to have."""
+        if now < self._begun_at + SETTLE_S and not all(worker.connected for worker in workers):
+            return []
+        self._failed = {key: failure for key, failure in self._failed.items() if failure[0] > now}
+        changes = self._given_up(wanted, workers, now)
+        left = {change.worker_id for change in changes}
+        if not any(worker.serving for worker in workers):
+            return changes or self._come_back(workers, now)
+        self._lonely_since = None
+        is_changing = any(not w.serves_owner and not w.is_everybodys and w.connected for w in workers)
+        if not left and not is_changing:
+            changes += self._taken(wanted, workers)
+        return changes
+
+    def _given_up(self, wanted: Mapping[Owner, int], workers: Collection[WorkerView], now: float) -> list[Change]:
+        kept: dict[Owner, int] = {}
+        changes: list[Change] = []
+        for worker in sorted(workers, key=lambda w: (not w.serves_owner, w.worker_id)):
+            owner, told = worker.owner, worker.told_owner
+            if owner is None:
+                continue
+            has_failed = told.owner is None and told.is_ready and bool(told.problem)
+            if has_failed:
+                self._failed[worker.worker_id, owner] = now + RETRY_S, told.problem
+            if has_failed or kept.get(owner, 0) >= wanted.get(owner, 0):
+                changes.append(Change(worker.worker_id, None))
+            else:
+                kept[owner] = kept.get(owner, 0) + 1
+        return changes
+
+    def _come_back(self, workers: Collection[WorkerView], now: float) -> list[Change]:
+        if self._lonely_since is None:
+            self._lonely_since = now
+        if any(worker.connected and worker.owner is None and not worker.draining for worker in workers):
+            return []  # it is on its way
+        able = [worker for worker in workers if worker.owner is not None and worker.connected and not worker.draining]
+        if now < self._lonely_since + LONELY_S or not able:
+            return []
+        return [Change(min(able, key=lambda w: (w.slotted_sequences, w.worker_id)).worker_id, None)]
+
+    def _taken(self, wanted: Mapping[Owner, int], workers: Collection[WorkerView]) -> list[Change]:
+        free = [worker for worker in workers if worker.serving]
+        if len(free) < 2:
+            return []
+        for owner, count in sorted(wanted.items()):
+            if sum(worker.owner == owner for worker in workers) >= count:
+                continue
+            able = [w for w in free if w.can_merge and (w.worker_id, owner) not in self._failed]
+            if able:
+
+                def rank(worker: WorkerView, owner: Owner = owner) -> tuple[int, int, WorkerId]:
+                    nearness = worker.residency(owner.adapter_uid)
+                    return -nearness, worker.slotted_sequences, worker.worker_id
+
+                return [Change(min(able, key=rank).worker_id, owner)]
+        return []
