@@ -8,7 +8,7 @@
 # |   |-- AlreadyExists
 # |   |-- VersionConflict           somebody else changed it since the caller looked
 # |   |-- AnsweredElsewhere         another router has this idempotency key
-# |   |-- AnswerLost                the router that had this idempotency key is gone, and its work was begun
+# |   |-- AnswerLost                this idempotency key's work is done or begun, and its answer is gone
 # |   |-- Unready                   right request, wrong state
 # |   |   |-- NoChatTemplate        messages, to a model that has no template for them
 # |   |   `-- AdapterRejected       by the quality gate of its tenant's policy

@@ -322,6 +322,16 @@ def test_a_tenant_keeps_so_many_answers(monkeypatch: pytest.MonkeyPatch) -> None
         labels = [answer.error.label if answer.error else "" for answer in answers]
         assert sorted(labels) == ["", "", "", "overloaded", "overloaded"]
         assert labels[-1] == "", "another tenant's are no matter"
+        executed = sum(len(w.executed) for w in cluster.workers)
+        again = await ask("a")
+        assert again.error is not None
+        assert (again.error.code, again.error.label) == (Code.ABORTED, "answer_lost"), "it is not done again"
+        reused = await cluster.ask(text_request("another"), idempotency_key="a")
+        assert (reused.error.label if reused.error else "") == "idempotency_key_reused"
+        assert sum(len(w.executed) for w in cluster.workers) == executed
+        await asyncio.sleep(kept_answers.REPLAY_S)
+        assert (await ask("a")).error is None
+        assert len((await cluster.store.list(keys.ANSWERS)).kvs) == 1
 
     simulate(test)
 

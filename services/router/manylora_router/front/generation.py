@@ -108,6 +108,10 @@ async def _begin(
             return found
         try:
             return await outliving.far.open(found.record, asked)
+        except AnswerLost:
+            if request.resume is None:
+                raise
+            break
         except NotFound:  # it is about to let go of the key
             await asyncio.sleep(_TRY_AGAIN_S)
         except ServiceUnavailable:

@@ -1,6 +1,7 @@
 """Answers that outlive their callers' connections: for who comes again with a resume token or an idempotency key.
 
     running --its end--> replayed for REPLAY_S, where it has a key and completed --> gone
+       |                     `--where others need its room--> its key alone is kept for that time --> gone
        `--nobody reads for `keep_s`--> cancelled --> gone
 
 Each runs in a task of its own and is kept from its first frame on, within its tenant's bound. Past that bound frames
@@ -25,6 +26,7 @@ from manylora_shared.errors import (
     Overloaded,
 )
 
+from manylora_router.front.spent_keys import SpentKeys, spent
 from manylora_router.guard.admission import RequestInput
 from manylora_router.links.answer_owners import AnswerOwners, Owner
 from manylora_router.request.call import draining
@@ -60,6 +62,7 @@ class KeptAnswer:
         self.error: ManyloraError | None = None
         self.at: dict[object, int] = {}  # each reader's next frame
         self.revision = 0  # of its key's record in the store
+        self.free_at = 0.0  # its key
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
         self._kept = kept
@@ -153,6 +156,7 @@ class KeptAnswers:
         self._claiming: dict[tuple[str, str], asyncio.Event] = {}
         self._bytes: dict[str, int] = {}
         self._counts: dict[str, int] = {}
+        self._spent = SpentKeys(self._release)
         self._releasing: set[asyncio.Task[None]] = set()
         self._is_closing = False
 
@@ -160,12 +164,18 @@ class KeptAnswers:
         return len(self._by_id)
 
     def find(self, tenant: str, request: RequestInput, request_id: str) -> KeptAnswer | None:
-        """By its id, or by its key. Raises KeyReused where another request had that."""
+        """By its id, or by its key. Raises KeyReused where another request had that; AnswerLost where its answer had to
+        make room, unless the request goes on with a part of it.
+        """
         answer = self._by_id.get((tenant, request_id))
         if answer is None and request.idempotency_key:
             answer = self._by_key.get((tenant, slot_of(request)))
-        if answer is not None and request.fingerprint and answer.fingerprint != request.fingerprint:
+        gone = self._spent.fingerprint_of(tenant, slot_of(request)) if answer is None else None
+        known = answer.fingerprint if answer is not None else gone
+        if known is not None and request.fingerprint and known != request.fingerprint:
             raise KeyReused.of("idempotency-key", "another request had this key")
+        if gone is not None and request.resume is None:
+            raise spent()
         return answer
 
     def all(self) -> list[KeptAnswer]:
@@ -210,6 +220,7 @@ class KeptAnswers:
                         return claimed
                     answer.revision = claimed
                     self._by_key[key] = answer
+                    self._spent.taken(*key)
                 finally:
                     del self._claiming[key]
                     claiming.set()
@@ -232,6 +243,7 @@ class KeptAnswers:
                 answer.timer.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        self._spent.close()
         if self._releasing:
             await asyncio.wait(self._releasing)
         await self._owners.close()
@@ -283,20 +295,21 @@ class KeptAnswers:
         if answer.error is not None and answer.key:  # the next call with its key does the work
             self._forget_key(answer)
         replayed = answer.error is None and answer.key and not answer.is_over
+        answer.free_at = loop.time() + REPLAY_S
         answer.timer = loop.call_later(REPLAY_S if replayed else answer.keep_s, self._expire, answer)
 
     def _expire(self, answer: KeptAnswer) -> None:
         if answer.at:  # what they have not read yet is of the tenant's bound
             answer.timer = asyncio.get_running_loop().call_later(answer.keep_s, self._expire, answer)
         else:
-            self._forget(answer)
+            self._spend(answer)
 
     def _has_room(self, tenant: str) -> bool:
         """Lets go of the tenant's oldest ended answers, where that makes some."""
         if self._bytes[tenant] <= TENANT_BYTES and sum(self._bytes.values()) <= ALL_BYTES:
             return True
         for answer in [a for a in self._by_id.values() if a.tenant == tenant and a.has_ended and not a.at]:
-            self._forget(answer)
+            self._spend(answer)
             if self._bytes[tenant] <= TENANT_BYTES and sum(self._bytes.values()) <= ALL_BYTES:
                 return True
         return False
@@ -307,9 +320,18 @@ class KeptAnswers:
             return
         for answer in self._by_id.values():
             if answer.tenant == tenant and answer.has_ended and not answer.at:
-                self._forget(answer)
+                self._spend(answer)
                 return
         raise Overloaded(f"{TENANT_ANSWERS} answers of this tenant are kept here already", retry_after_s=1.0)
+
+    def _spend(self, answer: KeptAnswer) -> None:
+        """It goes, and of a completed one the key stays until its time."""
+        key = (answer.tenant, answer.key)
+        is_early = answer.free_at > asyncio.get_running_loop().time()
+        if is_early and answer.error is None and self._by_key.get(key) is answer:
+            del self._by_key[key]
+            self._spent.add(*key, answer.fingerprint, answer.revision, answer.free_at)
+        self._forget(answer)
 
     def _forget(self, answer: KeptAnswer) -> None:
         if self._by_id.pop((answer.tenant, answer.request_id), None) is None:
@@ -326,10 +348,13 @@ class KeptAnswers:
     def _forget_key(self, answer: KeptAnswer) -> None:
         if self._by_key.get((answer.tenant, answer.key)) is answer:
             del self._by_key[answer.tenant, answer.key]
-            releasing = self._owners.release(answer.tenant, digest_of_key(answer.key), answer.revision)
-            task = asyncio.create_task(releasing, name="release key")
-            self._releasing.add(task)
-            task.add_done_callback(self._releasing.discard)
+            self._release(answer.tenant, answer.key, answer.revision)
+
+    def _release(self, tenant: str, key: str, revision: int) -> None:
+        releasing = self._owners.release(tenant, digest_of_key(key), revision)
+        task = asyncio.create_task(releasing, name="release key")
+        self._releasing.add(task)
+        task.add_done_callback(self._releasing.discard)
 
 
 def _behind(delta: Delta, had: list[int]) -> Delta | None:
