@@ -13,8 +13,9 @@ of whose places a part is shuffled every hour), and workers: `--slots` sequences
 use, within its bytes; a load takes its bytes over the link, one after the other; a step takes the longer, the more run
 and the higher their greatest rank is. An hour has `--hour-s` seconds.
 
-Prints JSON lines, one a rule and seed: loads of adapters (and as a part of requests), TTFT, mean step, and how many
-(adapter, worker) pairs were held at the end.
+Prints JSON lines, one a rule and seed: loads of adapters (and as a part of requests), TTFT, mean step, how many
+(adapter, worker) pairs were held at the end, and what is moved then by the loss of the worker with the most adapters:
+adapters whose next request goes elsewhere, and how many it had.
 
     python bench/placement.py [--workers 16] [--adapters 600] [--load 0.7] [--seeds 3] [--hour-s 20]
 """
@@ -32,7 +33,14 @@ from dataclasses import dataclass, field
 
 from manylora_scheduler.core import dispatch
 from manylora_scheduler.core.core import Core
-from manylora_scheduler.core.events import Enqueued, RouterConnected, SendGrant, WorkerJoined, WorkerReported
+from manylora_scheduler.core.events import (
+    Enqueued,
+    RouterConnected,
+    SendGrant,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerReported,
+)
 from manylora_scheduler.core.fleet import Fleet
 from manylora_scheduler.core.placement import choose, in_order, load_cap
 from manylora_scheduler.core.reports import Residency, StartedRequest, WorkerReport
@@ -106,6 +114,7 @@ class Day:
         self.ttft: list[float] = []
         self.steps: list[float] = []
         self.loads = self.requests = 0
+        self.ended_at = 0.0
 
     @staticmethod
     def uid(index: int) -> AdapterUid:
@@ -126,8 +135,8 @@ class Day:
                 self._at(hour * self.options.hour_s, self._move)
             self._at(0.0, self._arrive)
             while self.events:
-                at, _, happens = heapq.heappop(self.events)
-                happens(at)
+                self.ended_at, _, happens = heapq.heappop(self.events)
+                happens(self.ended_at)
         finally:
             vars(dispatch)["choose"] = before
         self.ttft.sort()
@@ -139,7 +148,26 @@ class Day:
             "ttft_p99_ms": round(1e3 * self._percentile(0.99), 1),
             "step_ms": round(1e3 * sum(self.steps) / len(self.steps), 3),
             "held": sum(len(machine.device) for machine in self.machines.values()),
+            **self._lose_one(),
         }
+
+    def _lose_one(self) -> dict[str, int]:
+        lost = max(self.machines.values(), key=lambda machine: len(machine.device))
+        before = self._places()
+        self.core.apply(WorkerLeft(lost.worker_id), self.ended_at)
+        after = self._places()
+        return {"moved": sum(before[uid] != after[uid] for uid in before), "lost_had": len(lost.device)}
+
+    def _places(self) -> dict[AdapterUid, WorkerId]:
+        """Where the next request of each adapter that is on a device would run, were it alone."""
+        found = {}
+        for uid in dict.fromkeys(uid for machine in self.machines.values() for uid in machine.device):
+            request_id, flow = RequestId(f"asks {uid}"), FlowKey(TenantId("t0"), QosClass.STANDARD)
+            request = QueuedRequest(request_id, ROUTER, flow, 200, 1, adapter_uid=uid, adapter_rank=self.ranks[uid])
+            worker = self.rule(request, self.core._fleet, lambda _: True)
+            assert worker is not None, "nothing runs"
+            found[uid] = worker.worker_id
+        return found
 
     def _percentile(self, part: float) -> float:
         return self.ttft[min(len(self.ttft) - 1, int(part * len(self.ttft)))]
@@ -294,7 +322,8 @@ def main() -> None:
     for rule in options.rules.split(","):
         for seed in range(options.seeds):
             found = Day(rule, seed, options).run()
-            print(json.dumps({"bench": "placement", "rule": rule, "seed": seed, **found}), flush=True)
+            told = {"bench": "placement", "workers": options.workers, "rule": rule, "seed": seed, **found}
+            print(json.dumps(told), flush=True)
 
 
 if __name__ == "__main__":
