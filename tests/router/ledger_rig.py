@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest import mock
 
-from manylora_router.ledger.log import Log, segment_path
+from manylora_router.ledger.log import Log, segment_path, segments_of
 from manylora_router.ledger.sealing import LogSeals
 from manylora_router.ledger.shipping import Shipper
-from manylora_shared.ledger.frames import NoSeal, frame
+from manylora_shared.ledger.frames import NoSeal, frame, records
 from manylora_shared.ledger.records import end_record, note_record, open_record
 from manylora_shared.ledger.row import LOST, UsageRow
 from manylora_shared.ledger.usage import Query, Sum, summed
@@ -19,8 +22,20 @@ from manylora_shared.ledger_sinks.base import MAX_PAGE, Page, Sink, SinkDown
 SEGMENT = 1 << 15
 
 
+# where a router dies
+APPENDED, TORN, SEND, COMMIT, REMOVE, POWER = (
+    "behind a record that it wrote",
+    "in the midst of a record",
+    "before rows are sent",
+    "when the sink has them and the router has not heard of it",
+    "when a log's file is to be removed",
+    "with the machine: what was not synced is gone, or a part of it",
+)
+POINTS = (APPENDED, TORN, SEND, COMMIT, REMOVE, POWER)
+
+
 class Killed(Exception):
-    """The process dies here."""
+    """The process dies here, at the point that is its argument."""
 
 
 class MemorySink:
@@ -32,15 +47,18 @@ class MemorySink:
         self.rng: random.Random | None = None
 
     def put(self, rows: Sequence[UsageRow]) -> None:
-        self._fail()
+        self._fail(SEND)
         for row in rows:
             self.puts += 1
             self.rows.setdefault(row.request_id, row)
-        self._fail()  # it has them, and nobody hears of it
+        self._fail(COMMIT)  # it has them, and nobody hears of it
 
-    def _fail(self) -> None:
+    def has(self, request_id: str) -> bool:
+        return request_id in self.rows
+
+    def _fail(self, where: str) -> None:
         if self.rng is not None and self.rng.random() < 0.05:
-            raise SinkDown("away") if self.rng.random() < 0.5 else Killed
+            raise SinkDown("away") if self.rng.random() < 0.5 else Killed(where)
 
     def page(self, query: Query, after: str, limit: int) -> Page:
         return Page([row for row in self.rows.values() if query.takes(row)], "")
@@ -58,15 +76,20 @@ class Kept(MemorySink):
     def __init__(self, sink: Sink, between: Callable[[], None]) -> None:
         super().__init__()
         self.sink = sink
+        self.known: set[str] = set()
         self._between = between
 
     def put(self, rows: Sequence[UsageRow]) -> None:
-        self._fail()
+        self._fail(SEND)
         if self.rng is not None and self.rng.random() < 0.05:
             self._between()
         self.puts += len(rows)
         self.sink.put(rows)
-        self._fail()
+        self.known |= {row.request_id for row in rows}
+        self._fail(COMMIT)
+
+    def has(self, request_id: str) -> bool:
+        return request_id in self.known
 
     def all_rows(self) -> list[UsageRow]:
         found: list[UsageRow] = []
@@ -86,6 +109,8 @@ class Router:
     sink: MemorySink
     running: dict[str, UsageRow] = field(default_factory=dict)
     noted: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    unsure: set[str] = field(default_factory=set)  # no record of these is synced
+    ended: set[str] = field(default_factory=set)  # whose ends are not synced
 
     def __post_init__(self) -> None:
         self.log = Log(
@@ -96,6 +121,28 @@ class Router:
     def _standing(self) -> list[Sequence[object]]:
         notes = [note_record(1.0, {each: self.noted[each]}) for each in self.running if each in self.noted]
         return [*(open_record(row) for row in self.running.values()), *notes]
+
+    def sync(self) -> None:
+        self.log.sync()
+        self.unsure.clear()
+        self.ended.clear()
+
+    def left(self) -> tuple[set[str], dict[str, UsageRow]]:
+        """By what is on the disk: what has ended, and what is lost with which tokens."""
+        ended: set[str] = set()
+        left: dict[str, UsageRow] = {}
+        for number in segments_of(self.log.folder):
+            for read in records(segment_path(self.log.folder, number).read_bytes(), NoSeal()):
+                match read.record:
+                    case ["o", [str(request_id), str(tenant), *_]]:
+                        row = UsageRow(request_id=request_id, tenant=tenant, began_unix_s=1.0, outcome=LOST)
+                        left.setdefault(request_id, row)
+                    case ["n", _, [[request_id, _, _, tokens, *_]]] if request_id in left:
+                        left[request_id] = replace(left[request_id], completion_tokens=tokens)
+                    case ["e", [str(request_id), *_]]:
+                        ended.add(request_id)
+                        left.pop(request_id, None)
+        return ended, left
 
     def die(self, torn: bytes = b"") -> dict[str, UsageRow]:
         """As kill -9 does; `torn`: of a record that it was writing. Returns the rows of what it ran."""
@@ -121,7 +168,11 @@ class Rig:
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.wanted: dict[str, UsageRow] = {}
-        self.requests = self.deaths = self.routers_made = 0
+        self.requests = self.routers_made = self.never_synced = 0
+        self.deaths: Counter[str] = Counter()
+        self._dead: list[Router] = []
+        self._durable: dict[str, int] = {}  # bytes by path
+        self._gone: set[str] = set()
         self.routers = [self._router(), self._router()]
 
     def _router(self) -> Router:
@@ -130,8 +181,16 @@ class Rig:
 
     def run(self, requests: int) -> None:
         self.sink.rng = self.rng
-        while self.requests < requests:
-            self._act(self.rng.randrange(2))
+        unlink, rng = Path.unlink, self.rng
+
+        def dies(path: Path, missing_ok: bool = False) -> None:
+            if rng.random() < 0.02:
+                raise Killed(REMOVE)
+            unlink(path, missing_ok=missing_ok)
+
+        with mock.patch.object(Path, "unlink", dies), mock.patch.object(os, "fdatasync", self._synced):
+            while self.requests < requests:
+                self._act(self.rng.randrange(2))
         self.sink.rng = None
         for router in self.routers:
             self.wanted |= router.die()
@@ -150,28 +209,63 @@ class Rig:
             elif draw < 0.95:
                 self._note(router)
             elif draw < 0.97:
-                router.log.sync()
+                router.sync()
             elif draw < 0.985:
                 router.shipper.ship()
             elif draw < 0.995:
                 router.shipper.adopt()
             elif draw < 0.997:
                 record = frame(end_record(UsageRow(request_id="torn", tenant="t")), NoSeal())
-                self._kill(index, record[: rng.randrange(len(record))])
+                self._kill(index, TORN, record[: rng.randrange(1, len(record))])
+            elif draw < 0.998:
+                self._kill(index, APPENDED)
+            elif draw < 0.999:
+                self._lose_power()
         except SinkDown:
             pass
-        except Killed:
-            self._kill(index, b"")
+        except Killed as killed:
+            self._kill(index, str(killed))
 
-    def _kill(self, index: int, torn: bytes) -> None:
-        self.deaths += 1
+    def _kill(self, index: int, point: str, torn: bytes = b"") -> None:
+        self.deaths[point] += 1
         self.wanted |= self.routers[index].die(torn)
+        self._dead.append(self.routers[index])
         self.routers[index] = self._router()
+
+    def _synced(self, fd: int) -> None:
+        self._durable[os.readlink(f"/proc/self/fd/{fd}")] = len(os.pread(fd, SEGMENT, 0).rstrip(b"\0"))
+
+    def _lose_power(self) -> None:
+        """All routers are of one machine. The sink has what it took; of what was not synced some is on the disk."""
+        self.deaths[POWER] += 1
+        for path in self.root.glob("*/*.wal"):
+            data, least = path.read_bytes(), self._durable.get(str(path), 0)
+            cut = self.rng.randrange(least, SEGMENT + 1) if self.rng.random() < 0.5 else least + self.rng.randrange(999)
+            path.write_bytes(data[:cut] + bytes(max(0, SEGMENT - cut)))
+            self._durable[str(path)] = SEGMENT
+        for router in self.routers:
+            router.log.abandon()
+        self._dead = [router for router in self._dead if router.log.folder.exists()]
+        for router in self.routers + self._dead:
+            ended, left = router.left()
+            for request_id in router.ended | set(router.running):
+                if self.sink.has(request_id) or request_id in ended:
+                    continue
+                self.wanted.pop(request_id, None)
+                if request_id in left:
+                    self.wanted[request_id] = left[request_id]
+                else:
+                    assert request_id in router.unsure, "a record that was synced is gone"
+                    self.never_synced += request_id not in self._gone
+                    self._gone.add(request_id)
+        self._dead += self.routers
+        self.routers = [self._router(), self._router()]
 
     def _begin(self, router: Router) -> None:
         self.requests += 1
         row = UsageRow(request_id=f"r{self.requests}", tenant=self.rng.choice("abc"), began_unix_s=1.0)
         router.running[row.request_id] = row
+        router.unsure.add(row.request_id)
         self._append(router, open_record(row))
 
     def _end(self, router: Router) -> None:
@@ -185,6 +279,7 @@ class Rig:
                 prompt_tokens=self.rng.randrange(100),
                 completion_tokens=self.rng.randrange(100, 200),
             )
+            router.ended.add(request_id)
             self._append(router, end_record(row))
             self.wanted[request_id] = row
 
@@ -195,5 +290,5 @@ class Rig:
 
     def _append(self, router: Router, record: Sequence[object]) -> None:
         if not router.log.append(record):
-            router.log.sync()  # makes the next segment
+            router.sync()  # makes the next segment
             assert router.log.append(record)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ledger_rig import SEGMENT, Kept, MemorySink, Rig, Router
+from ledger_rig import POINTS, SEGMENT, Kept, MemorySink, Rig, Router
 from manylora_router.ledger.log import Lock, segment_path, segments_of
 from manylora_router.ledger.sealing import LogSeals
 from manylora_router.ledger.shipping import Shipper
@@ -36,8 +36,8 @@ def test_each_request_is_there_once_whatever_dies_where(seed: int, tmp_path: Pat
     rig.run(REQUESTS // SEEDS)
     found = {request_id: _facts(row) for request_id, row in rig.sink.rows.items()}
     assert found == {request_id: _facts(row) for request_id, row in rig.wanted.items()}
-    assert len(found) == REQUESTS // SEEDS
-    assert rig.deaths > 50
+    assert len(found) == REQUESTS // SEEDS - rig.never_synced
+    assert min(rig.deaths[point] for point in POINTS) >= 3, rig.deaths
     assert rig.sink.puts > len(found), "nothing was sent twice: it proves little"
     assert sum(row.outcome == LOST for row in rig.sink.rows.values()) > 100
     assert [folder.name for folder in tmp_path.iterdir()] == [f"router-{rig.routers_made}"], "a log was left"
@@ -58,7 +58,7 @@ def _check_each_once(root: Path, sink: Sink, between: Callable[[], None] = lambd
     rows = kept.all_rows()
     found = {row.request_id: _facts(row) for row in rows}
     assert found == {request_id: _facts(row) for request_id, row in rig.wanted.items()}
-    assert len(rows) == len(found) == 600
+    assert len(rows) == len(found) == 600 - rig.never_synced
     assert kept.puts > 600, "nothing was sent twice: it proves little"
     assert sink.sums(Query(), ("tenant",)) == summed(rig.wanted.values(), ("tenant",))
     sink.close()
@@ -72,11 +72,12 @@ def test_parquet_files_have_each_row_once(tmp_path: Path) -> None:
     _check_each_once(tmp_path / "logs", ParquetSink(tmp_path / "usage"))
 
 
+@pytest.mark.wide
 def test_postgresql_that_is_killed_has_each_row_once(tmp_path: Path, postgres: PostgresServer) -> None:
     kills = []
 
     def kill() -> None:
-        if len(kills) < 3:
+        if len(kills) < 2:
             kills.append(1)
             postgres.kill()
             try:
@@ -121,6 +122,19 @@ def test_the_log_of_a_living_router_is_left_alone(tmp_path: Path) -> None:
     other.die()
 
 
+def test_what_a_loss_of_power_would_take_back_is_not_sent_yet(tmp_path: Path) -> None:
+    sink = MemorySink()
+    router = Router(tmp_path, "router", sink)
+    router.log.append(open_record(_row(1)))
+    router.log.append(end_record(_row(1)))
+    router.shipper.ship()
+    assert not sink.rows, "it could be lost with its router, and then have another row"
+    router.log.sync()
+    router.shipper.ship()
+    assert list(sink.rows) == ["r1"]
+    router.die()
+
+
 def test_a_torn_tail_is_mended_and_told(tmp_path: Path) -> None:
     sink = MemorySink()
     gone, living = Router(tmp_path, "gone", sink), Router(tmp_path, "living", sink)
@@ -161,6 +175,7 @@ def test_its_thread_goes_on_when_the_sink_is_back(tmp_path: Path) -> None:
     dead.log.append(open_record(_row(7)))
     dead.log.abandon()
     router.log.append(end_record(_row(1)))
+    router.log.sync()
     shipper.start()
     assert not shipper.wait_shipped(*router.log.place, 30.0)
     assert shipper.counts.is_down

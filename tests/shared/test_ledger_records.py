@@ -40,3 +40,11 @@ def test_a_segment_begins_again_with_what_runs() -> None:
 def test_what_it_does_not_know_it_does_not_guess(record: Any) -> None:
     with pytest.raises(ValueError, match="ledger's log"):
         _read(record)
+
+
+def test_a_row_that_is_told_again_keeps_what_was_noted() -> None:
+    row = UsageRow(request_id="r1", tenant="a")
+    note = note_record(2.0, {"r1": (5, 0, 7, 0, 0)})
+    cut = [open_record(row), note, header(), open_record(row)]  # the next segment ends before its note
+    (lost,) = replayed(json.loads(json.dumps(cut))).lost()
+    assert (lost.prompt_tokens, lost.completion_tokens) == (5, 7)

@@ -54,7 +54,7 @@ class Replay:
                 self.columns = columns
             case ["o", list(values)]:
                 row = UsageRow.of(self.columns, values)
-                self.running[row.request_id] = row
+                self.running.setdefault(row.request_id, row)  # a segment that is cut may tell it again, and no note
             case ["n", float(now_unix_s) | int(now_unix_s), list(notes)]:
                 for request_id, *amounts in notes:
                     self._note(request_id, now_unix_s, amounts)

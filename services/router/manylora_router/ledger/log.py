@@ -94,6 +94,7 @@ class Log:
         self._guard = threading.Condition()
         self._is_dirty = self._is_closed = False
         self._synced = 0  # all segments before this one are on the disk whole, and so is the beginning of this one
+        self._durable = 0, 0  # what lies before this place outlasts a loss of power
         self.num_dropped = 0  # records that the disk had no room for
         self.num_written = 0
         try:
@@ -129,6 +130,17 @@ class Log:
         """Segments before this one are not written any more, and those behind need nothing of them."""
         return self._synced
 
+    @property
+    def durable(self) -> tuple[int, int]:
+        """A place as `place`: what lies before it outlasts a loss of power."""
+        return self._durable
+
+    def wait_durable(self, timeout_s: float) -> None:
+        """On another thread: until what is written by now is."""
+        place = self.place
+        with self._guard:
+            self._guard.wait_for(lambda: self._durable >= place or self._is_closed, timeout=timeout_s)
+
     def append(self, record: Sequence[Any]) -> bool:
         """On the event loop. False: there was no room."""
         data = frame(record, self._seal)
@@ -155,7 +167,7 @@ class Log:
         """Synced. The folder stays, with what is in it."""
         with self._guard:
             self._is_closed = True
-            self._guard.notify()
+            self._guard.notify_all()
         if self._thread is not None:
             self._thread.join()
         try:
@@ -197,7 +209,7 @@ class Log:
     def _wake(self) -> None:
         self._is_dirty = True
         with self._guard:
-            self._guard.notify()
+            self._guard.notify_all()
 
     # ---- the thread
 
@@ -220,12 +232,16 @@ class Log:
         """All that was written when it was called outlasts a loss of power. Whether there is room behind the current
         segment. Raises OSError."""
         segment, self._is_dirty = self._current, False
+        written = segment.written
         if self._synced_fd not in (-1, segment.fd):
             os.fdatasync(self._synced_fd)
             os.close(self._synced_fd)
             self._synced_fd = -1
         os.fdatasync(segment.fd)
         self._synced_fd, self._synced = segment.fd, segment.number
+        with self._guard:
+            self._durable = segment.number, written
+            self._guard.notify_all()
         if self._spare is None:
             self._spare = self._made()
         return self._spare is not None

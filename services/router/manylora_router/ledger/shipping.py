@@ -1,5 +1,6 @@
 """Brings rows from logs to the sink: those of this router as they are written, and those of routers that are gone.
 
+A record is sent when it is on the disk for good, or after a loss of power the same request could have another row.
 One thread. A log's segment goes when all of its rows are in the sink, so a row is sent once at least, and the sink
 counts it once. While the sink is away the logs keep everything.
 """
@@ -30,6 +31,7 @@ SHIP_S = 1.0
 ADOPT_S = 10.0  # between two looks for logs of routers that are gone
 _MAX_BACKOFF_S = 10.0
 _READ_BYTES = 1 << 20
+_SYNC_S = 2.0  # a disk that takes longer has its rows sent later
 
 
 @dataclass
@@ -104,6 +106,7 @@ class Shipper:
                 if time.monotonic() >= adopt_at and not is_last:
                     self.adopt()
                     adopt_at = time.monotonic() + ADOPT_S
+                self._log.wait_durable(_SYNC_S)
                 self.ship()
             except Exception as e:
                 self._failed(e)
@@ -125,7 +128,7 @@ class Shipper:
         self.counts.is_down = True
 
     def ship(self) -> None:
-        """This router's, up to what is written by now. Raises SinkDown, OSError, ValueError."""
+        """This router's, up to what outlasts a loss of power by now. Raises SinkDown, OSError, ValueError."""
         while True:
             is_over = self._log.synced > self._number  # before it is read: then nothing more comes
             has_more = self._ship_some()
@@ -137,8 +140,10 @@ class Shipper:
             self._number, self._at = self._number + 1, 0
 
     def _ship_some(self) -> bool:
-        current, written = self._log.place
+        current, written = self._log.durable
         num_bytes = min(_READ_BYTES, written - self._at) if current == self._number else _READ_BYTES
+        if current < self._number:
+            return False
         if num_bytes <= 0:
             return False
         fd = os.open(segment_path(self._log.folder, self._number), os.O_RDONLY)
@@ -182,7 +187,7 @@ class Shipper:
         replay, seal = Replay(), self._seals.of(folder)
         shipped, is_broken = 0, False
         for number in segments_of(folder):
-            data, end = segment_path(folder, number).read_bytes(), 0
+            data, end = _read_for_good(segment_path(folder, number)), 0
             for read in records(data, seal):
                 replay.take(read.record)
                 end = read.end
@@ -199,3 +204,10 @@ class Shipper:
         remove_folder(folder)
         more = fields(folder=folder.name, rows=shipped, lost=len(lost), torn=is_broken)
         _LOG.info("the ledger's log of a router that is gone was sent", extra=more)
+
+
+def _read_for_good(path: Path) -> bytes:
+    """Of a router that is gone: what it had not synced is, when this returns."""
+    with path.open("rb") as file:
+        os.fdatasync(file.fileno())
+        return file.read()
