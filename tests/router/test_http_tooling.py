@@ -325,6 +325,53 @@ async def test_what_an_answer_must_be_leaves_room_for_calls() -> None:
         assert grammar_of(front).startswith('start: ("<think>" thought SPACE?)? answer')
 
 
+LLAMA = "{% if tools %}<|python_tag|>{% endif %}{{ 'tool' }}"
+STRICT: Any = {"type": "function", "function": {**FUNCTION, "strict": True}}
+STRICT_ARRAY = {"name": "f", "parameters": {"type": "array"}}
+
+
+async def test_strict_tools_are_kept_where_the_model_may_call_them() -> None:
+    grammars = set()
+    said = f"Well.\n{CALL}"
+    async with front_of(said) as front, front.openai() as client:
+        answer: Any = await client.chat.completions.create(
+            model="tiny", messages=HI, tools=[STRICT, OTHER], max_tokens=MOST
+        )
+        grammar = grammar_of(front)
+    assert (answer.choices[0].message.content, len(answer.choices[0].message.tool_calls)) == ("Well.", 1)
+    assert grammar.startswith('start: ("<think>" thought SPACE?)? said\n')
+    assert "parameters_0: %json" in grammar
+    assert 'parameters_1[suffix="</tool_call>"]' in grammar
+    async with front_of(said) as front, front.openai() as client:
+        await client.chat.completions.create(model="tiny", messages=HI, tools=[STRICT], max_tokens=MOST)
+        grammars.add(grammar_of(front))
+    async with front_of(said) as front, front.openai() as client:
+        flat: Any = [{**FLAT[0], "strict": True}]
+        told: Any = await client.responses.create(model="tiny", input="hi", tools=flat, max_output_tokens=MOST)
+        assert [(each.strict, each.name) for each in told.tools] == [(True, "weather")]
+        grammars.add(grammar_of(front))
+    async with front_of(said) as front, anthropic_of(front) as anthropics:
+        own: Any = [{**ANTHROPICS[0], "strict": True}]
+        await anthropics.messages.create(model="tiny", messages=HI, tools=own, max_tokens=MOST)
+        grammars.add(grammar_of(front))
+    assert len(grammars) == 1
+
+
+async def test_strict_is_no_matter_where_no_call_or_one_must_be() -> None:
+    for template, more in ((TEMPLATE, {"tool_choice": "none"}), (LLAMA, {"tool_choice": NAMED})):
+        async with front_of(CALL, template) as front, front.openai() as client:
+            await client.chat.completions.create(model="tiny", messages=HI, tools=[STRICT], max_tokens=MOST, **more)
+            assert "said" not in grammar_of(front)
+
+
+async def test_strict_that_no_mark_begins_is_refused() -> None:
+    async with front_of("ok", LLAMA) as front, front.openai() as client:
+        with pytest.raises(openai.BadRequestError, match="no mark begins this model's calls") as refused:
+            await client.chat.completions.create(model="tiny", messages=HI, tools=[OTHER, STRICT], max_tokens=MOST)
+        assert refused.value.param == "tools[1].function.strict"
+        await client.chat.completions.create(model="tiny", messages=HI, tools=TOOLS, max_tokens=MOST)
+
+
 @pytest.mark.parametrize(
     ("more", "param", "words"),
     [
@@ -344,6 +391,8 @@ async def test_what_an_answer_must_be_leaves_room_for_calls() -> None:
             "tools",
             "f.parameters.type: must be object",
         ),
+        ({"tools": [STRICT, {**OTHER, "function": {**STRICT_ARRAY, "strict": True}}]}, "tools", "f.parameters.type"),
+        ({"tools": [{**OTHER, "function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict", "true or false"),
         (
             {
                 "tool_choice": "required",

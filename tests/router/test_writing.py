@@ -23,6 +23,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 END = "<|end|>"
 LONG, LONGEST = 120, 6000  # tokens of a walk, after which it looks for its end, and which it never has
 CLOSING = ['"', '"', '"', "}", "}", "]", "</think>", "</parameter>", ">", "<", ",", ":", "1", "\n", "a"]
+CLOSING += [each.closing for each in FAMILIES.values() if each.closing]  # of calls that are not strict
 
 PLACE: dict[str, Any] = {
     "type": "object",
@@ -83,15 +84,16 @@ def tokenizer_of(marks: tuple[str, ...]) -> tuple[Tokenizer, LLTokenizer]:
     return made, LLTokenizer(made.to_str(), n_vocab=size, eos_token=[made.token_to_id(END)])
 
 
-def walk(grammar: str, marks: Sequence[str], rng: random.Random) -> str:
-    """A random text of the grammar, to its end."""
+def walk(grammar: str, marks: Sequence[str], rng: random.Random, begun: str = "") -> str:
+    """A random text of the grammar, to its end, that begins with `begun`."""
     tokenizer, tokens = tokenizer_of(tuple(marks))
     matcher = LLMatcher(tokens, grammar_of(Constraint(ConstraintKind.GRAMMAR, grammar)), log_level=0, limits=LIMITS)
     assert not matcher.is_error(), matcher.get_error()
     end, size = tokenizer.token_to_id(END), tokenizer.get_vocab_size()
     closing = [[end], *([tokenizer.token_to_id(mark)] for mark in marks)]
     closing += [tokenizer.encode(each, add_special_tokens=False).ids for each in CLOSING]
-    found: list[int] = []
+    found: list[int] = tokenizer.encode(begun, add_special_tokens=False).ids
+    assert matcher.consume_tokens(found), matcher.get_error()
     while not matcher.is_stopped() and len(found) < LONGEST:
         mask = matcher.compute_bitmask()
         allowed = [i for i in range(size) if mask[i // 8] >> (i % 8) & 1]
@@ -140,7 +142,7 @@ def test_what_must_be_calls_is_calls(family: str, thinking: str | None, are_toke
     assert counts <= {1} or FAMILIES[family].writing.between is not None
 
 
-@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.is_marked])
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.opening is not None])
 def test_an_answer_may_be_calls_or_what_it_must_be(family: str) -> None:
     dialect, answer = Dialect(FAMILIES[family]), Constraint.json_schema(PLACE)
     functions = {"weather": PLACE, "free": OPEN}
@@ -153,7 +155,70 @@ def test_an_answer_may_be_calls_or_what_it_must_be(family: str) -> None:
         assert bool(text) != blocks.has_whole_calls
         kinds.add(bool(text))
     assert kinds == {True, False}
-    assert not FAMILIES["llama"].is_marked
+    assert FAMILIES["llama"].opening is None
+
+
+@pytest.mark.parametrize("are_tokens", [True, False])
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.opening is not None])
+def test_calls_of_strict_functions_are_kept_inside_free_text(family: str, are_tokens: bool) -> None:
+    dialect = Dialect(FAMILIES[family], THINKING["think"])
+    opening = FAMILIES[family].opening
+    assert opening is not None
+    marks = list(dict.fromkeys(dialect.marks)) if are_tokens else []
+    tokenizer, _ = tokenizer_of(tuple(marks))
+    texts, strict, free = 0, 0, 0
+    for seed in range(10):
+        rng = random.Random(f"{family}{are_tokens}{seed}")
+        names = ["strings", rng.choice(["weather", "ns.walk-1", "free"])]
+        functions = {name: FUNCTIONS[name] for name in names}
+        is_one = seed % 3 == 0
+        grammar = dialect.strict_grammar(functions, names[1:], "<think>", tokenizer.token_to_id, is_one=is_one)
+        assert refusal(Constraint(ConstraintKind.GRAMMAR, grammar)) is None
+        begun = f"so</think>{'It is. ' if seed % 2 else ''}{opening if seed else ''}"
+        answer = walk(grammar, marks, rng, begun)
+        blocks = read(dialect, functions, answer, "<think>", 1 if is_one else None)
+        texts += bool(blocks.text_of(Kind.TEXT))
+        found = blocks.of(Kind.CALL)
+        assert len(found) <= 1 or not is_one
+        for call in found:
+            free += call.name == names[0]
+            if call.name == names[1]:
+                strict += 1
+                jsonschema.validate(json.loads(call.text), functions[call.name])
+    assert texts
+    assert strict
+
+
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.opening is not None])
+def test_a_strict_call_takes_nothing_but_its_schema(family: str) -> None:
+    """And another function's takes what its schema has not; text without a call is any."""
+    dialect, chosen = Dialect(FAMILIES[family]), FAMILIES[family]
+    tokenizer, tokens = tokenizer_of(())
+    grammar = dialect.strict_grammar({"weather": PLACE, "other": PLACE}, ["weather"], "", {}.get, is_one=False)
+
+    def accepts(text: str) -> bool:
+        made = grammar_of(Constraint(ConstraintKind.GRAMMAR, grammar))
+        matcher = LLMatcher(tokens, made, log_level=0, limits=LIMITS)
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        return matcher.validate_tokens(ids) == len(ids)
+
+    def call(name: str, given: Mapping[str, Any]) -> str:
+        if family == "qwen-coder":
+            body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items())
+        elif "gemma" in family:
+            quote = chosen.marks[2]
+            body = ",".join(f"{key}:{quote}{value}{quote}" for key, value in given.items()).join("{}")
+        else:
+            body = json.dumps(given)
+        writing = chosen.writing
+        return f"{writing.begin}{writing.head.replace('NAME', name)}{body}{writing.tail}{writing.end}"
+
+    assert accepts('Well: {"name": 5} </tool_call> and so on.')
+    good, bad = {"city": "Paris"}, {"town": "Paris"}
+    assert accepts(f"Let me see.\n{call('weather', good)}")
+    assert not accepts(f"Let me see.\n{call('weather', bad)}")
+    assert accepts(f"{call('other', bad)}\nand\n{call('weather', good)} done")
+    assert not accepts(call("third", good))
 
 
 def test_a_mark_that_is_a_token_is_that_token() -> None:

@@ -6,12 +6,12 @@ Readers of answers are made here, one for each choice. Knows no endpoint's form.
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 from manylora_router.dialect.grammars import FAMILIES, Family, Functions
 from manylora_router.dialect.pieces import Output, Piece, Stream, all_text, until
-from manylora_router.dialect.writing import Marks, TokenOf, calls
+from manylora_router.dialect.writing import Marks, TokenOf, calls, text_and_calls
 
 AUTO, NONE = "auto", "none"
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
@@ -85,6 +85,19 @@ class Dialect:
         rules = calls(self.family.writing, functions, marks, is_one=is_one)
         start = self._start("(answer | calls)" if answer else "calls", prompt_end, marks)
         return "\n".join([*start, *rules, answer])
+
+    def strict_grammar(
+        self, functions: Functions, strict: Collection[str], prompt_end: str, token_of: TokenOf, *, is_one: bool
+    ) -> str:
+        """Of answers that may have calls in their text, whose arguments are as the schemas of `strict` ones say. As
+        `calls_grammar` else.
+        """
+        assert self.family is not None, "calls are read"
+        assert self.family.opening is not None, "it is refused"
+        marks = Marks(self.marks, token_of)
+        free = {name: self.family.closing for name in functions if name not in strict}
+        rules = text_and_calls(self.family.writing, self.family.opening, functions, marks, is_one=is_one, free=free)
+        return "\n".join([*self._start("said", prompt_end, marks), *rules])
 
     def reasons(self, prompt_end: str) -> bool:
         """An answer may begin with reasoning."""

@@ -38,9 +38,14 @@ class Family:
     id_chars: int = 24  # Mistral's templates take no other ids than of nine characters
 
     @property
-    def is_marked(self) -> bool:
-        """A call begins as nothing else does."""
-        return (self.writing.begin or self.writing.head).startswith(tuple(self.marks))
+    def opening(self) -> str | None:
+        """The mark that begins a call, as nothing else does; None: there is none."""
+        return next((each for each in self.marks if (self.writing.begin or self.writing.head).startswith(each)), None)
+
+    @property
+    def closing(self) -> str:
+        """The mark that ends a call; empty: there is none."""
+        return next((each for each in self.marks if self.writing.tail.endswith(each)), "")
 
 
 def hermes(stream: Stream, out: Output, functions: Functions) -> Generator[None]:

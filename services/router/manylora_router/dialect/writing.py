@@ -1,11 +1,13 @@
-"""The grammar of an answer that must be calls, as its family's parser reads them: llguidance's Lark."""
+"""The grammar of an answer that must be calls, or has calls in its text, as its family's parser reads them:
+llguidance's Lark.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from manylora_router.dialect.schemas import Schema, closed
 
@@ -63,18 +65,54 @@ class Writing:
     arguments: ArgumentsGrammar = json_arguments
 
 
-def calls(writing: Writing, functions: Mapping[str, Schema], marks: Marks, *, is_one: bool) -> Iterator[str]:
-    """Rules of an answer, the first of them `calls`. Raises ValueError for a schema that is not supported."""
+def calls(
+    writing: Writing, functions: Mapping[str, Schema], marks: Marks, *, is_one: bool, free: Mapping[str, str] = {}
+) -> Iterator[str]:
+    """Rules of an answer, the first of them `calls`. Raises ValueError for a schema that is not supported.
+
+    free: functions whose schema is not kept, with the mark that ends a call; empty: the arguments are any object.
+    """
     more = "" if is_one or writing.between is None else f"({_lark(marks, writing.between)} call)*"
     yield f"calls: {_lark(marks, writing.begin)} call {more} {_lark(marks, writing.end)}"
     yield "call: " + " | ".join(f"call_{index}" for index in range(len(functions)))
     for index, (name, schema) in enumerate(functions.items()):
         head = marks.lark(writing.head.replace("NAME", name))
+        if free.get(name):
+            yield f"call_{index}: {head} parameters_{index}"
+            yield from marks.text_to(f"parameters_{index}", free[name])
+            continue
         yield f"call_{index}: {head} parameters_{index} {_lark(marks, writing.tail)}"
+        if name in free:
+            yield f"parameters_{index}: {json_value({'type': 'object'})}"
+            continue
         try:
             yield from writing.arguments(f"parameters_{index}", schema, marks)
         except ValueError as error:
             raise ValueError(f"{name}.parameters.{error}") from None
+
+
+def text_and_calls(
+    writing: Writing,
+    opening: str,
+    functions: Mapping[str, Schema],
+    marks: Marks,
+    *,
+    is_one: bool,
+    free: Mapping[str, str],
+) -> Iterator[str]:
+    """Rules, the first of them `said`: any text, in which `opening` begins calls and nothing else. As `calls` else."""
+    is_list = bool(writing.begin)
+    behind = replace(writing, begin=writing.begin.removeprefix(opening))
+    if not is_list:
+        behind = replace(writing, head=writing.head.removeprefix(opening))
+    times = "?" if is_one else "*"
+    if marks.is_token(opening):
+        yield f"said: SAID? ({marks.lark(opening)} calls SAID?){times}"
+    else:
+        yield f"said: (opened calls){times} SAID?"
+        yield from marks.text_to("opened", opening)
+    yield f"SAID: /(?s:.+)/ & ~/(?s:.*({escaped(opening)}).*)/"
+    yield from calls(behind, functions, marks, is_one=is_one or not is_list, free=free)
 
 
 def _lark(marks: Marks, text: str) -> str:

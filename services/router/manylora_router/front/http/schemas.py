@@ -185,9 +185,9 @@ _SPOKEN = {
 }
 MESSAGE = closed({**_SPOKEN, "content": _said("text"), **_harmless(("refusal", "annotations"))}, ("role",))
 _OFFERED = {"name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,128}$"}, "description": _TEXT}
-_TOOL_FUNCTION = closed({**_OFFERED, "parameters": _FREE, "strict": _ANY}, ("name",))
+_TOOL_FUNCTION = closed({**_OFFERED, "parameters": _FREE, "strict": _FLAG}, ("name",))
 _TOOLS = _optional(_list(closed({"type": _only("function"), "function": _TOOL_FUNCTION}, ("function",)), MAX_TOOLS))
-_FLAT_TOOL = closed({"type": _only("function"), **_OFFERED, "parameters": _FREE, "strict": _ANY}, ("name",))
+_FLAT_TOOL = closed({"type": _only("function"), **_OFFERED, "parameters": _FREE, "strict": _FLAG}, ("name",))
 _ASKED_TOOLS = {"tool_choice": _only("auto", "none"), "parallel_tool_calls": _FLAG}
 _TEMPLATE = {
     "messages": _list(MESSAGE, MAX_CHAT_MESSAGES, 1),
@@ -270,6 +270,7 @@ _ANTHROPIC_TOOL = closed(
         "type": _only("custom"),
         **_OFFERED,
         "input_schema": _FREE,
+        "strict": _FLAG,
         **_harmless(("cache_control", "eager_input_streaming")),
         **dict.fromkeys(UNUSED_OF_TOOLS, _only(*NEUTRAL_OF_TOOLS)),
     },

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from manylora_router.text.service import TextService
 
 MAX_TOOLS = 128
 MAX_SCHEMA_DEPTH = 64
-UNUSED_OF_TOOLS = ("allowed_callers", "defer_loading", "input_examples", "strict")  # of Anthropic's
+UNUSED_OF_TOOLS = ("allowed_callers", "defer_loading", "input_examples")  # of Anthropic's
 NEUTRAL_OF_TOOLS: tuple[Any, ...] = (False, [], ["direct"])
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
@@ -37,6 +37,7 @@ class Tools:
     most_calls: int | None = None
     must_call: bool = False
     is_named: bool = False  # the one to be called
+    strict: Collection[str] = ()  # functions whose arguments are as their parameters say, if they are called
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,8 @@ class Reading:
             raise InvalidRequest.of(CHOICE, f"has the model call tools: leave out {form}")
         if self.tools.must_call or (constraint is not None and self._may_call):
             return replace(request, constraint_after=lambda prompt_ids: self._calls(prompt_ids, constraint))
+        if constraint is None and self.tools.strict:
+            return replace(request, constraint_after=self._strict)
         if constraint is not None and self.dialect.thinking is not None:
             return replace(request, constraint_after=lambda prompt_ids: self._behind_reasoning(constraint, prompt_ids))
         return request
@@ -88,7 +91,7 @@ class Reading:
     @property
     def _may_call(self) -> bool:
         family = self.dialect.family
-        return bool(self.tools.functions) and family is not None and family.is_marked
+        return bool(self.tools.functions) and family is not None and family.opening is not None
 
     def _behind_reasoning(self, constraint: Constraint, prompt_token_ids: Sequence[int]) -> Constraint:
         end = self._end_of(prompt_token_ids)
@@ -103,6 +106,17 @@ class Reading:
         answer = _answer_rule(constraint) if constraint is not None else ""
         try:
             grammar = self.dialect.calls_grammar(functions, end, self.text.mark, is_one=is_one, answer=answer)
+        except ValueError as error:
+            raise InvalidRequest.of("tools", str(error)) from None
+        return Constraint(ConstraintKind.GRAMMAR, grammar)
+
+    def _strict(self, prompt_token_ids: Sequence[int]) -> Constraint:
+        """Raises InvalidRequest."""
+        tools, end = self.tools, self._end_of(prompt_token_ids)
+        try:
+            grammar = self.dialect.strict_grammar(
+                tools.functions, tools.strict, end, self.text.mark, is_one=tools.most_calls == 1
+            )
         except ValueError as error:
             raise InvalidRequest.of("tools", str(error)) from None
         return Constraint(ConstraintKind.GRAMMAR, grammar)
@@ -123,11 +137,14 @@ def _answer_rule(constraint: Constraint) -> str:
 def read_tools(fields: Fields, dialect: Dialect, *, is_flat: bool = False) -> Tools:
     """OpenAI's. `is_flat`: a tool's members are its function's, as in responses."""
     parallel = fields.flag("parallel_tool_calls", True)
-    found = [_function(tool, is_flat) for tool in _tools(fields, dialect)]
-    if not isinstance(fields.peek(CHOICE), dict):
+    kind = fields.peek(CHOICE)
+    strictness = _Strictness(dialect, is_auto=kind in (None, "auto"))
+    found = [_function(tool, is_flat, strictness) for tool in _tools(fields, dialect)]
+    if not isinstance(kind, dict):
         fields.only(CHOICE, "auto", "none", "required")
-        kind = fields.peek(CHOICE)
-        return _offered(fields, found, not parallel, is_none=kind == "none", must_call=kind == "required")
+        return _offered(
+            fields, found, not parallel, is_none=kind == "none", must_call=kind == "required", strict=strictness.strict
+        )
     choice = fields.inner(CHOICE)
     choice.only("type", "function")
     function = choice if is_flat else choice.inner("function")
@@ -139,18 +156,47 @@ def read_tools(fields: Fields, dialect: Dialect, *, is_flat: bool = False) -> To
 
 def read_anthropic_tools(fields: Fields, dialect: Dialect) -> Tools:
     found = []
+    given = fields.peek(CHOICE)
+    strictness = _Strictness(dialect, is_auto=not isinstance(given, dict) or given.get("type", "auto") == "auto")
     for tool in _tools(fields, dialect):
         tool.only("type", "custom")
         tool.ignore("cache_control", "eager_input_streaming")
         for name in UNUSED_OF_TOOLS:
             tool.only(name, *NEUTRAL_OF_TOOLS)
+        strictness.read(tool)
         found.append(_named(tool, "input_schema"))
     choice = fields.inner(CHOICE)
     choice.only("type", "auto", "none", "any", "tool")
     is_serial, kind = choice.flag("disable_parallel_tool_use"), choice.peek("type")
     named = choice.text("name") if kind == "tool" else None
     choice.close()
-    return _offered(fields, found, is_serial, is_none=kind == "none", must_call=kind in ("any", "tool"), name=named)
+    return _offered(
+        fields,
+        found,
+        is_serial,
+        is_none=kind == "none",
+        must_call=kind in ("any", "tool"),
+        name=named,
+        strict=strictness.strict,
+    )
+
+
+class _Strictness:
+    """Which functions are `strict`. Where the model may call or not, its calls must begin as nothing else does."""
+
+    def __init__(self, dialect: Dialect, *, is_auto: bool) -> None:
+        self._is_auto = is_auto
+        self._is_kept = dialect.family is None or dialect.family.opening is not None
+        self.strict: list[str] = []
+
+    def read(self, function: Fields) -> None:
+        if not function.flag("strict") or not self._is_auto:
+            return
+        if not self._is_kept:
+            function.wrong(
+                "strict", f"is not supported with {CHOICE} auto: no mark begins this model's calls; required keeps it"
+            )
+        self.strict.append(str(function.peek("name")))
 
 
 def is_shallow(value: Any) -> bool:
@@ -181,14 +227,14 @@ def _tools(fields: Fields, dialect: Dialect) -> list[Fields]:
     return []
 
 
-def _function(tool: Fields, is_flat: bool) -> dict[str, Any]:
+def _function(tool: Fields, is_flat: bool, strictness: _Strictness) -> dict[str, Any]:
     tool.only("type", "function")
     if is_flat:
-        tool.ignore("strict")
+        strictness.read(tool)
         return _named(tool, "parameters")
     function = tool.inner("function")
     tool.close()
-    function.ignore("strict")
+    strictness.read(function)
     return _named(function, "parameters")
 
 
@@ -212,6 +258,7 @@ def _offered(
     is_none: bool = False,
     must_call: bool = False,
     name: str | None = None,
+    strict: Collection[str] = (),
 ) -> Tools:
     """With the choice `none` the model is not told of them. name: of the only one that is to be called."""
     schemas = {function["name"]: function["parameters"] for function in functions}
@@ -224,7 +271,7 @@ def _offered(
     offered = [{"type": "function", "function": function} for function in functions]
     schemas = schemas if name is None else {name: schemas[name]}
     is_named = name is not None
-    return Tools(offered, schemas, 1 if is_serial or is_named else None, must_call, is_named)
+    return Tools(offered, schemas, 1 if is_serial or is_named else None, must_call, is_named, strict)
 
 
 def read_calls(message: Fields, name: str = "tool_calls") -> list[tuple[str, str, dict[str, Any]]]:
