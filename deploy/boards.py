@@ -492,6 +492,13 @@ def rules() -> dict[str, Any]:
                         "A router's log of the usage ledger has no room: requests are refused, or not counted",
                     ),
                     _rule(
+                        "CapsWithoutEffect",
+                        f"max({Metrics.CAPS_WITHOUT_EFFECT.series}) > 0",
+                        "ticket",
+                        "A router without a price list or a ledger cannot hold quotas.monthly_spend of some tenants",
+                        "5m",
+                    ),
+                    _rule(
                         "EtcdFillsUp",
                         f"max({Metrics.ETCD_USED_PART.series}) > 0.8",
                         "page",

@@ -560,7 +560,7 @@ class FakeRouter:
                 ),
                 admin_pb2.WorkerStatus(worker_id="w-2", address="127.0.0.1:4", kept_out="its dtype is another"),
             ],
-            routers=[admin_pb2.RouterStatus(router_id="r-1", address="127.0.0.1:1")],
+            routers=[admin_pb2.RouterStatus(router_id="r-1", address="127.0.0.1:1", caps_without_effect=2)],
             tenants=len(self.tenants),
             slos=[
                 admin_pb2.SloStatus(

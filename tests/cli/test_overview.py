@@ -96,6 +96,7 @@ async def test_status(manylora: Manylora) -> None:
     assert _GIVES_UP.keys() == {rung.value for rung in Rung}
     assert "epoch 5" in out.stdout
     assert "r-1 (127.0.0.1:1, not answering)" in out.stdout
+    assert "budgets    r-1 has no prices: quotas.monthly_spend of 2 has no effect there" in out.stdout
     rows = [line.split("  ") for line in out.stdout.splitlines()]
     cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     assert ["batch", "-", "half the deadline", "31", "4", "9"] in cells

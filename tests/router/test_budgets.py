@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -116,5 +117,40 @@ def test_a_cap_that_cannot_act_is_refused() -> None:
             await cluster.client.call(ADMIN["ApplyTenant"], request)
         cluster.ledger.prices = PRICES
         await cluster.client.call(ADMIN["ApplyTenant"], request)
+
+    simulate(test)
+
+
+async def test_a_router_that_cannot_hold_caps_says_so_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    whole, capped = MemoryLedger(lambda: LATE), [ACME]
+    budgets = Budgets(RouterLedger(whole, "router-0", lambda _: Served()), lambda: capped)
+    nothing = Budgets(None, lambda: capped)
+    assert (budgets.without_effect, nothing.without_effect) == (1, 1)
+    with caplog.at_level(logging.WARNING):
+        for now in (0.0, 10.0, 599.0, 600.0):
+            budgets._warn(now)
+        nothing._warn(0.0)
+    assert [record.getMessage().partition("no ")[2] for record in caplog.records] == [
+        "effect: this router has no price list (--prices)",
+        "effect: this router has no price list (--prices)",
+        "effect: this router has no usage ledger (--ledger)",
+    ]
+    capped.clear()
+    assert budgets.without_effect == 0
+    capped.append(ACME)
+    whole.prices = PRICES
+    assert budgets.without_effect == 0
+
+
+def test_the_status_names_routers_that_cannot_hold_caps() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        await cluster.put_tenant("acme", "quotas: {monthly_spend: 5}\n")
+        await until(lambda: cluster.app.directory.capped() == [ACME])
+        (router,) = (await cluster.client.call(ADMIN["GetStatus"], admin_pb2.GetStatusRequest())).routers
+        assert (router.answered, router.caps_without_effect) == (True, 1)
+        cluster.ledger.prices = PRICES
+        await asyncio.sleep(1)
+        (router,) = (await cluster.client.call(ADMIN["GetStatus"], admin_pb2.GetStatusRequest())).routers
+        assert router.caps_without_effect == 0
 
     simulate(test)

@@ -272,6 +272,7 @@ class RouterApp:
             slo=self.calls.slo,
             guard=self.calls.guard,
             num_resumed=lambda: self.calls.counters.resumed,
+            caps_without_effect=lambda: self.budgets.without_effect,
         )
 
     @property
@@ -377,6 +378,7 @@ class RouterApp:
             asyncio.create_task(self.directory.failed(), name="mirrors"),
             asyncio.create_task(self._close_steps(), name="history"),
             asyncio.create_task(self._acts.keep_counting(), name="refused calls"),
+            asyncio.create_task(self.budgets.run(), name="budgets"),
         ]
         if self._keyring is not None:
             self._tasks.append(asyncio.create_task(self._keyring.failed(), name="data keys"))
@@ -386,7 +388,6 @@ class RouterApp:
             self._tasks.append(asyncio.create_task(self._keeper.run(), name="kept texts"))
         if self.ledger is not None:
             self._tasks.append(asyncio.create_task(self.ledger.keep_notes(), name="ledger"))
-            self._tasks.append(asyncio.create_task(self.budgets.run(), name="budgets"))
         if self.calls.metrics.has_readers:
             self._tasks.append(asyncio.create_task(self._tell_metrics(), name="metrics"))
         self._lease.start()
@@ -472,6 +473,7 @@ class RouterApp:
             )
             if self.ledger is not None:
                 self.ledger.tell(metrics)
+            metrics.budgets(self.budgets.without_effect)
             metrics.refusing(guard.circuits(loop.time()), guard.num_quarantined(loop.time()))
             await asyncio.sleep(RECORD_S)
 

@@ -192,6 +192,9 @@ class RouterMetrics:
         self._telemetry.count(Metrics.LEDGER_DROPPED, dropped - told_dropped)
         self._told_rows = lost, dropped
 
+    def budgets(self, without_effect: int) -> None:
+        self._telemetry.gauge(Metrics.CAPS_WITHOUT_EFFECT, without_effect)
+
     def standing(self, *, live: int, workers: int, has_leader: bool) -> None:
         self._telemetry.gauge(Metrics.LIVE_REQUESTS, live)
         self._telemetry.gauge(Metrics.WORKERS, workers)

@@ -89,6 +89,11 @@ def _print(status: ClusterStatus) -> None:
         state = f"{scheduler.address}, epoch {scheduler.epoch}" if scheduler.reachable else "not reachable"
         write(f"scheduler  {state}\n")
         write(f"routers    {', '.join(_router(r) for r in status.routers)}\n")
+        for router in status.routers:
+            if caps := router.caps_without_effect:
+                write(
+                    f"budgets    {router.router_id} has no prices: quotas.monthly_spend of {caps} has no effect there\n"
+                )
         if scheduler.etcd.quota_bytes:
             write(f"etcd       {_space(scheduler.etcd)}\n")
         if status.resumed:

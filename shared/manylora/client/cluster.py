@@ -384,6 +384,7 @@ class RouterStatus:
     router_id: str
     address: str
     answered: bool  # what it counted is in the sums
+    caps_without_effect: int = 0  # tenants whose quotas.monthly_spend it cannot hold: no price list, or no ledger
 
 
 @dataclass(frozen=True)

@@ -1036,11 +1036,13 @@ class WorkerTenant(_message.Message):
     def __init__(self, tenant_id: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., adapter_bytes: _Optional[int] = ...) -> None: ...
 
 class RouterStatus(_message.Message):
-    __slots__ = ("router_id", "address", "answered")
+    __slots__ = ("router_id", "address", "answered", "caps_without_effect")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ANSWERED_FIELD_NUMBER: _ClassVar[int]
+    CAPS_WITHOUT_EFFECT_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     address: str
     answered: bool
-    def __init__(self, router_id: _Optional[str] = ..., address: _Optional[str] = ..., answered: _Optional[bool] = ...) -> None: ...
+    caps_without_effect: int
+    def __init__(self, router_id: _Optional[str] = ..., address: _Optional[str] = ..., answered: _Optional[bool] = ..., caps_without_effect: _Optional[int] = ...) -> None: ...

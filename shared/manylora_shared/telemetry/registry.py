@@ -173,6 +173,9 @@ class Metrics:
     LEDGER_FULL = Metric("ledger_full", "gauge", "router", "1: the ledger's log has no room left")
     LEDGER_BACKLOG = Metric("ledger_backlog_bytes", "gauge", "router", "Of the ledger's log, not sent yet", (), "By")
     LEDGER_LOST = Metric("ledger_lost_rows", "counter", "router", "Rows of requests whose router died")
+    CAPS_WITHOUT_EFFECT = Metric(
+        "budget_caps_without_effect", "gauge", "router", "Tenants whose quotas.monthly_spend the router cannot hold"
+    )
     LEDGER_DROPPED = Metric("ledger_dropped_records", "counter", "router", "For which the ledger's log had no room")
 
     ROLLOUT_REQUESTS = Metric(

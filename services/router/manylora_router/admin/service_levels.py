@@ -33,6 +33,7 @@ class ServiceLevels:
         slo: SloTracker,
         guard: Guard,
         num_resumed: Callable[[], int],
+        caps_without_effect: Callable[[], int],
     ) -> None:
         self._router_id = others.router_id
         self._directory = directory
@@ -40,6 +41,7 @@ class ServiceLevels:
         self._slo = slo
         self._guard = guard
         self._num_resumed = num_resumed
+        self._caps_without_effect = caps_without_effect
 
     def local(self, tenant_id: str) -> admin_pb2.GetStatusResponse:
         """Of one tenant, or, where it is empty, of all."""
@@ -51,6 +53,7 @@ class ServiceLevels:
             circuits=[circuit_status(state, self._router_id) for state in circuits],
             quarantined_prompts=self._guard.num_quarantined(now, tenant_id=tenant_id),
             resumed=0 if tenant_id else self._num_resumed(),
+            routers=[] if tenant_id else [self._router()],
             quarantines=[
                 admin_pb2.QuarantineStatus(
                     tenant_id=each, router_id=self._router_id, prompts=prompts, longest_s=longest_s
@@ -59,20 +62,25 @@ class ServiceLevels:
             ],
         )
 
-    async def of_cluster(
-        self, tenant_id: str, metadata: Mapping[str, str]
-    ) -> tuple[admin_pb2.GetStatusResponse, list[str]]:
-        """With the sums over all routers as `slos`, and the ids of the routers in them."""
+    def _router(self) -> admin_pb2.RouterStatus:
+        caps = self._caps_without_effect()
+        return admin_pb2.RouterStatus(router_id=self._router_id, answered=True, caps_without_effect=caps)
+
+    async def of_cluster(self, tenant_id: str, metadata: Mapping[str, str]) -> admin_pb2.GetStatusResponse:
+        """With the sums over all routers as `slos`, and the routers in them, without their addresses."""
         heard = await self._ask(GET_STATUS, admin_pb2.GetStatusRequest(local_only=True), metadata)
         parts = [self.local(tenant_id), *(answer for answer in heard.values() if answer is not None)]
-        whole = admin_pb2.GetStatusResponse(
+        routers = {router_id: admin_pb2.RouterStatus(router_id=router_id, answered=True) for router_id in heard}
+        routers = {router_id: each for router_id, each in routers.items() if heard[router_id] is not None}
+        routers |= {each.router_id: each for part in parts for each in part.routers}
+        return admin_pb2.GetStatusResponse(
             slos=self._sums(parts),
             circuits=[circuit for part in parts for circuit in part.circuits],
             quarantined_prompts=sum(part.quarantined_prompts for part in parts),
             resumed=sum(part.resumed for part in parts),
             quarantines=[quarantine for part in parts for quarantine in part.quarantines],
+            routers=[routers[router_id] for router_id in sorted(routers)],
         )
-        return whole, [self._router_id, *(router_id for router_id, answer in heard.items() if answer is not None)]
 
     async def lift_quarantine(
         self, tenant_id: TenantId, metadata: Mapping[str, str], *, local_only: bool

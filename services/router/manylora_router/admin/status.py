@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from manylora.v1 import admin_pb2, common_pb2, scheduler_pb2, status_pb2
@@ -51,18 +51,17 @@ class ClusterStatus:
         return await self.moments.once(("cluster", tenant_id), lambda: self._of_cluster(tenant_id, metadata))
 
     async def _of_cluster(self, tenant_id: str, metadata: Mapping[str, str]) -> admin_pb2.GetStatusResponse:
-        answer, (levels, routers) = await asyncio.gather(
+        answer, levels = await asyncio.gather(
             self.moments.once(("scheduler",), self._scheduler_status), self._levels.of_cluster(tenant_id, metadata)
         )
         if tenant_id:
             return self._of_tenant(tenant_id, answer, levels)
-        return self._of_all(answer, levels, routers)
+        return self._of_all(answer, levels)
 
     def _of_all(
         self,
         answer: scheduler_pb2.GetSchedulerStatusResponse,
         levels: admin_pb2.GetStatusResponse,
-        routers: Sequence[str],
     ) -> admin_pb2.GetStatusResponse:
         directory = self._directory
         reported = {status.worker_id: status for status in answer.workers}
@@ -93,10 +92,7 @@ class ClusterStatus:
             sampling_defaults=_sampling_of(model),
             scheduler=answer.scheduler,
             workers=workers,
-            routers=[
-                admin_pb2.RouterStatus(router_id=router_id, address=record.address, answered=router_id in routers)
-                for router_id, record in sorted(directory.routers.items())
-            ],
+            routers=self._routers({each.router_id: each for each in levels.routers}),
             tenants=len(directory.tenants),
             adapters=len(directory.adapters),
             slos=levels.slos,
@@ -106,6 +102,15 @@ class ClusterStatus:
             quarantines=levels.quarantines,
             rollouts=self._rollouts(""),
         )
+
+    def _routers(self, heard: Mapping[str, admin_pb2.RouterStatus]) -> list[admin_pb2.RouterStatus]:
+        found = []
+        for router_id, record in sorted(self._directory.routers.items()):
+            status = admin_pb2.RouterStatus(router_id=router_id)
+            status.CopyFrom(heard.get(router_id, status))
+            status.address = record.address
+            found.append(status)
+        return found
 
     def _name_of(self, tenant_id: str, digest: str) -> str:
         """Empty: no adapter that the tenant's policy has workers for has this version."""

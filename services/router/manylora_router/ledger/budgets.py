@@ -22,6 +22,7 @@ from manylora_router.ledger.rows import UsageLedger
 _LOG = logging.getLogger(__name__)
 LOOK_S = 10.0
 _WHOLE_S = 600.0  # between two readings of the whole month: rows of routers that come back late are found then
+_WARN_S = 600.0
 _LATE_S = 30.0  # other routers' rows are in the ledger by then
 
 
@@ -35,12 +36,28 @@ class Budgets:
         self._spent: Counter[str] = Counter()  # by tenant, in billionths of the currency
         self._settled: Counter[str] = Counter()  # of that, what ended before `_until`
         self._until = 0.0
+        self._warned_at = -_WARN_S
+
+    @property
+    def without_effect(self) -> int:
+        """How many caps this router cannot hold, for it counts nothing or knows no price."""
+        if self._ledger is not None and self._ledger.prices.versions:
+            return 0
+        return sum(1 for _ in self._capped())
 
     async def run(self) -> None:
         """For ever."""
         while True:
+            self._warn(asyncio.get_running_loop().time())
             await self.look()
             await asyncio.sleep(LOOK_S)
+
+    def _warn(self, now: float) -> None:
+        count = self.without_effect
+        if count and now - self._warned_at >= _WARN_S:
+            lacks = "usage ledger (--ledger)" if self._ledger is None else "price list (--prices)"
+            _LOG.warning("quotas.monthly_spend of %d tenants has no effect: this router has no %s", count, lacks)
+            self._warned_at = now
 
     async def look(self) -> None:
         """While the ledger cannot be read, the sums of before hold."""
