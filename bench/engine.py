@@ -15,7 +15,8 @@ The models are shapes with random weights (no download). One JSON line a case:
 
 `ms_per_step` is what a caller of DeviceModelRunner sees: steps submitted one after the other, each taking the tokens
 of the one before on the device; `device_ms` is the same graph replayed alone. `floor_ms` is the time to read weights,
-KV and distinct adapters once at `--read-tb-s`. Contexts stay at `--context` tokens, in blocks scattered at random.
+KV and distinct adapters once at `--read-tb-s`; of experts
+those that rows reach which go to them at random. Contexts stay at `--context` tokens, in blocks scattered at random.
 
     python -m bench.engine [--shape llama-3.1-8b] [--cases decode-base,...] [--batches 1,8,32,64,256]
 """
@@ -52,6 +53,7 @@ from manylora_worker.models.quantized.fp8 import Fp8Linear
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.weights.host_memory import HostMemory
 from manylora_worker.weights.layout import HostAdapter, elements_of, lay_out
+from manylora_worker.weights.sites import ExpertShape
 
 from bench.shapes import SHAPES, random_model, random_share
 
@@ -69,6 +71,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--adapters", type=int, default=64)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--expert-rank", type=int, default=-1, help="of adapters on experts; default: --rank")
     parser.add_argument("--quantization", choices=("none", "nf4", "fp8"), default="none")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--steps", type=int, default=60)
@@ -92,8 +95,13 @@ def make_model(shape: str, quantization: Literal["none", "nf4", "fp8"], group: R
     return prepare_model(model, name=shape, quantization=quantization)
 
 
-def make_adapter(loaded: LoadedModel, index: int, rank: int) -> HostAdapter:
-    layout = lay_out(loaded.sites, {slot.path: rank for site in loaded.sites for slot in site.slots})
+def make_adapter(loaded: LoadedModel, index: int, rank: int, expert_rank: int = -1) -> HostAdapter:
+    ranks = {
+        slot.path: expert_rank if site.experts and expert_rank >= 0 else rank
+        for site in loaded.sites
+        for slot in site.slots
+    }
+    layout = lay_out(loaded.sites, {path: each for path, each in ranks.items() if each})
     generator = torch.Generator("cuda").manual_seed(index)
     buffer = torch.randn(elements_of(layout), device="cuda", dtype=torch.bfloat16, generator=generator).mul_(0.02)
     return HostAdapter(AdapterUid(f"adapter-{rank}-{index}"), buffer, layout)
@@ -146,7 +154,8 @@ class Bench:
         kv_tokens = max(max(self.batches) * (options.context + 64), 16 * 1024)
         num_kv = kv_tokens // options.block_size + 600
         mixes_ranks = bool({"mixed-rank", "decode-composed"} & set(options.cases.split(",")))
-        adapter_bytes = make_adapter(self.loaded, 0, max(options.rank, 32 if mixes_ranks else 0)).size_bytes
+        largest = max(options.rank, 32 if mixes_ranks else 0)
+        adapter_bytes = make_adapter(self.loaded, 0, largest, options.expert_rank).size_bytes
         num_adapter = int((2.4 if mixes_ranks else 1.2) * options.adapters * adapter_bytes / block_bytes) + 64
         cache = KvCache(
             spec.kv, num_blocks=num_kv + num_adapter, block_size=options.block_size, dtype=torch.bfloat16,
@@ -164,6 +173,7 @@ class Bench:
         self.weight_elements = sum(
             p.numel() for name, p in self.loaded.model.named_parameters() if p.dim() == 2 and "embed" not in name
         )
+        self.weight_elements += sum(3 * e.hidden * e.width * e.top_k for e in spec.experts.values())
         self.token_bytes = token_bytes
         self.blocks = torch.randperm(num_kv).tolist()
         self.adapters: dict[int, list[HostAdapter]] = {}
@@ -187,7 +197,7 @@ class Bench:
             index = taken.get(rank, 0)
             taken[rank] = index + 1
             if index == len(have):
-                adapter = make_adapter(self.loaded, index, rank)
+                adapter = make_adapter(self.loaded, index, rank, self.options.expert_rank)
                 self.runner.reserve_adapter(adapter)
                 self.runner.fill_adapter(adapter)
                 empty = torch.empty(0, dtype=torch.bfloat16)
@@ -236,9 +246,12 @@ class Bench:
         ms = statistics.median(times)
         replay = self.runner.graph_of(batch)
         device_ms = time_events(replay.replay, options.steps)
-        distinct = {a.uid for a in adapters[: rows * parts_a_row]}
+        distinct = {a.uid: a for a in adapters[: rows * parts_a_row]}
         floor_bytes = self.weight_bytes + rows * options.context * self.token_bytes
+        floor_bytes -= self.idle_bytes(rows)
         floor_bytes += sum(self.sizes[uid] for uid in distinct)
+        rows_of_each = rows * parts_a_row / max(1, len(distinct))
+        floor_bytes -= sum(self.idle_adapter_bytes(each, rows_of_each) for each in distinct.values())
         floor_ms = floor_bytes / options.read_tb_s / 1e9
         ranks = sorted({self.rank_of(a) for a in adapters})
         self.print(
@@ -256,6 +269,19 @@ class Bench:
         )
         if f"{case}:{rows}" in options.profile.split(","):
             profile(replay.replay)
+
+    def idle_bytes(self, rows: int) -> float:
+        """Of experts that no row goes to."""
+        experts = self.loaded.spec.experts.values()
+        return sum(2 * 3 * e.experts * e.hidden * e.width * _idle_share(e, rows) for e in experts)
+
+    def idle_adapter_bytes(self, adapter: HostAdapter, rows: float) -> float:
+        shape = next(iter(self.loaded.spec.experts.values()), None)
+        if shape is None:
+            return 0.0
+        placed = [each for each in adapter.layout if each.experts]
+        held = sum(each.a.rows * each.a.columns + sum(b.rows * b.columns for *_, b in each.slots) for each in placed)
+        return 2 * held * _idle_share(shape, rows)
 
     def compose(self, rows: int) -> None:
         """Rows of two adapters each, and rows with one of their ranks together."""
@@ -390,6 +416,10 @@ class Bench:
                     self.decode(case, rows, self.adapters_of([MIXED_RANKS[i % 4] for i in range(count)]))
                 else:
                     sys.exit(f"--cases: {case} is not one of the cases")
+
+
+def _idle_share(shape: ExpertShape, rows: float) -> float:
+    return float((1 - shape.top_k / shape.experts) ** rows)
 
 
 def time_events(call: Any, repetitions: int) -> float:

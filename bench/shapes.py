@@ -21,7 +21,7 @@ from manylora_worker.models.ranks.cuts import cut_linears
 from manylora_worker.models.ranks.group import RankGroup
 from peft import LoraConfig
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 SHAPES: dict[str, Any] = {
     "llama-3.1-8b": lambda: LlamaConfig(
@@ -39,6 +39,11 @@ SHAPES: dict[str, Any] = {
     "llama-70b": lambda: LlamaConfig(
         vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
         num_key_value_heads=8, max_position_embeddings=16384, rms_norm_eps=1e-5, tie_word_embeddings=False,
+    ),
+    "30b-a3b": lambda: Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+        norm_topk_prob=True, max_position_embeddings=16384, tie_word_embeddings=False,
     ),
     "llama-tiny": lambda: LlamaConfig(
         vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,

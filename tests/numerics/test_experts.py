@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,58 +15,22 @@ from manylora_worker.models.build import _active_parameters, _planner
 from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.experts import find_experts
 from manylora_worker.models.layers.mixture import LoraExperts
-from manylora_worker.models.loader import LoadedModel, load_model
+from manylora_worker.models.loader import load_model
 from manylora_worker.models.torch.decoder import trusted_weights
 from manylora_worker.models.torch.eager_check import check_against_eager
 from transformers import AutoModelForCausalLM
 
-from tests.numerics.adapters import ATTENTION, MLP, Reference, save_adapter
+from tests.numerics.adapters import MLP, Reference, save_adapter
 from tests.numerics.driver import Driver, Stream, make_runner, prompts, put_adapter
-from tests.numerics.families import make_model
+from tests.numerics.mixtures import OWN_PATTERNS, Mixture, make_mixture, streams_of
 
 TOLERANCE = 1e-4
-# of peft, for a pattern that it has made itself
-pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
-STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-RECIPES: Mapping[str, Mapping[str, Any]] = {
-    "all-linear": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},  # the router, too
-    "stacks": {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj"], "target_parameters": STACKS, "use_rslora": True},
-    "down": {"r": 17, "lora_alpha": 8, "target_modules": [], "target_parameters": ["experts.down_proj"]},
-    "attention": {"r": 8, "lora_alpha": 8, "target_modules": ATTENTION},
-}
-
-
-@dataclass(frozen=True)
-class Mixture:
-    folder: Path
-    loaded: LoadedModel
-    adapters: Mapping[str, Path]
-    references: Mapping[str | None, Reference]  # of one adapter each: peft has adapters of equal targets together
+pytestmark = OWN_PATTERNS
 
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Mixture:
-    folder = tmp_path_factory.mktemp("mixture") / "tiny-qwen3_moe"
-    model = make_model("qwen3_moe", folder)
-    model.name_or_path = "someone/tiny-qwen3_moe"
-    adapters = {
-        name: save_adapter(model, folder.parent / name, seed, **recipe)
-        for seed, (name, recipe) in enumerate(RECIPES.items())
-    }
-
-    def reference(adapters: Mapping[str, Path]) -> Reference:
-        fresh = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-        return Reference(fresh.eval(), adapters)
-
-    references: dict[str | None, Reference] = {name: reference({name: path}) for name, path in adapters.items()}
-    return Mixture(folder, load_model(str(folder)), adapters, {**references, None: reference({})})
-
-
-def streams_of(mixture: Mixture, driver: Driver, seed: int) -> list[tuple[Stream, str | None]]:
-    uids = {name: put_adapter(driver.runner, mixture.loaded, path) for name, path in mixture.adapters.items()}
-    names = [*uids, None, "stacks", None, "all-linear"]
-    drawn = prompts(len(names), seed)
-    return [(Stream(p, None if n is None else uids[n]), n) for p, n in zip(drawn, names, strict=True)]
+    return make_mixture(tmp_path_factory.mktemp("mixture"))
 
 
 def test_a_mixed_batch_has_the_logits_and_greedy_tokens_of_each_alone(mixture: Mixture) -> None:

@@ -108,6 +108,7 @@ class LoadedModel:
             biased=frozenset(self._biased()),
             vectors_problem=self._vectors_problem,
             experts=spec.experts,
+            composes_experts=self.device.type != "cuda",
             rope=base_rope(
                 self.model.config.get_text_config(),
                 spec.longest,
@@ -225,7 +226,7 @@ def prepare_model(
     dtype, device = model.dtype, torch.device(model.device)
     _check_stateless(model)
     modules = modules or linear_modules(model)
-    experts = _experts(model, device, quantization)
+    experts = _experts(model, quantization)
     head_modules = head_modules_of(model)
     all_modules = {module_path for module_path, _ in model.named_modules() if module_path}
     switch = LoraSwitch()
@@ -275,15 +276,13 @@ def prepare_model(
     )
 
 
-def _experts(model: PreTrainedModel, device: torch.device, quantization: Quantization) -> list[FoundExperts]:
+def _experts(model: PreTrainedModel, quantization: Quantization) -> list[FoundExperts]:
     """Those that are ours. Raises ModelRefused."""
     found = taken_over(model, find_experts(model))
     if found and quantization != "none":
         raise ModelRefused(
             f"{model.config.model_type}: a mixture of experts is not served with --quantization {quantization}"
         )
-    if found and device.type == "cuda":
-        raise ModelRefused(f"{model.config.model_type}: a mixture of experts is served on the CPU alone")
     return found
 
 

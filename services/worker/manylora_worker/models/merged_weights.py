@@ -66,6 +66,8 @@ class MergedWeights:
             raise MergeRefused(self.problem)
         if adapter.rope is not None:
             raise MergeRefused("the adapter rotates positions in its own way, which is not in the weights")
+        if adapter.experts:
+            raise MergeRefused("the adapter changes experts, which are not merged")
         if adapter.columns:
             raise MergeRefused("the adapter scales or shifts what layers give (DoRA, biases), which is not merged")
         if adapter.experts:

@@ -95,6 +95,8 @@ class AdapterBase:
     vectors_problem: str = ""  # why no adapter may scale or shift outputs; empty: it may
     experts: Mapping[str, ExpertShape] = field(default_factory=dict)  # path -> of each layer's, whose are in `modules`
 
+    composes_experts: bool = True  # adapters that change experts, with others in one request
+
     @property
     def max_header_bytes(self) -> int:
         return max(MAX_HEADER_BYTES, _HEADER_BYTES_A_LAYER * len(self.modules))

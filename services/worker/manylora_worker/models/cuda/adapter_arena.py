@@ -14,6 +14,7 @@ from manylora_shared.ids import AdapterKey, AdapterUid, TenantId, owner_of
 from manylora_shared.stores.adapter_rope import RopeScaling
 from torch import Tensor
 
+from manylora_worker.models.cuda.expert_tables import ExpertAdapters, ExpertFields
 from manylora_worker.models.cuda.kernels.lora import (
     CHUNK_ALIGNMENT,
     CHUNK_RANKS,
@@ -60,11 +61,17 @@ class Placement:
         return len(self.runs)
 
 
-def place(adapter: HostAdapter, block_elements: int, chunks: int) -> Placement:
+def place(adapter: HostAdapter, block_elements: int, chunks: int, experts: ExpertFields | None = None) -> Placement:
     """Raises ValueError where a chunk is larger than a block or the matrices' widths are odd."""
     pieces: list[tuple[int, int, int, int]] = []  # start, length, site, field
     words: list[tuple[int, int, int]] = []
     for placed in adapter.layout:
+        if placed.experts:
+            assert experts is not None
+            words += [(placed.site, *word) for word in experts.words(placed, block_elements)]
+            for start, length, field in experts.pieces(placed, block_elements):
+                pieces.append((start, length, placed.site, field))
+            continue
         for slot, start, stop, b in placed.slots:
             words.append((placed.site, slot, stop - start))
             for chunk in range(num_chunks(stop - start)):
@@ -96,6 +103,7 @@ class _Place:
     blocks: Sequence[int]
     placement: Placement
     entry: np.ndarray  # int64 [sites, fields]
+    expert_entry: np.ndarray | None  # int64 [sites of experts, fields]; None: it changes none
     rope: Tensor | None  # float32 [angles + 1], of one that rotates positions in its own way
     layout: Layout
     extras: Extras
@@ -110,6 +118,7 @@ class AdapterArena:
         blocks: those that adapters may use.
         num_angles: frequencies of a rotation.
         scaled: an adapter's own, and their factor.
+        experts: of a model that has any.
         num_composed: at least as many as one step's rows can name.
         clear: blocks that an adapter gives back, [n]; None: they keep their content.
     """
@@ -127,13 +136,20 @@ class AdapterArena:
         num_angles: int,
         scaled: Callable[[RopeScaling], tuple[Tensor, float]],
         clear: Callable[[Tensor], None] | None = None,
+        experts: ExpertFields | None = None,
     ) -> None:
         self._clear = clear
+        self._experts = experts
         self.chunks = num_chunks(max_rank)
         self.block_elements = block_elements
         fields = site_fields(self.chunks)
         num_entries = num_slots + 1 + num_composed
         self.sites = torch.zeros(num_sites, num_entries, fields, dtype=torch.int64, device=arena.device)
+        self.experts = None if experts is None else experts.table(num_entries, arena.device)
+        self.expert_adapters = None
+        if experts is not None and self.experts is not None:
+            self.expert_adapters = ExpertAdapters(arena, self.experts, experts)
+        self._changing_experts: set[int] = set()  # slots that `experts` has something of
         self.ropes = torch.zeros(num_entries, num_angles + 1, device=arena.device)  # see rotate.row_angles
         self._rotating: set[int] = set()  # slots that `ropes` has something of
         self._scaled = scaled
@@ -153,7 +169,9 @@ class AdapterArena:
         self._lock = threading.Lock()
 
     def slot_of(self, key: AdapterKey) -> int:
-        """Raises KeyError for what is not on the device, ValueError for a composition of too high a rank."""
+        """Raises KeyError for what is not on the device, ValueError for a composition of too high a rank or of adapters
+        that change experts.
+        """
         place = self._places.get(key)
         if place is not None:
             return place.slot
@@ -167,6 +185,8 @@ class AdapterArena:
         # The parts' chunks stand where they are: this is an entry in the table alone.
         entry = torch.zeros(self.sites.shape[0], self.sites.shape[2], dtype=torch.int64)
         parts = [(self._places[part.uid], part.weight) for part in parts_of(key)]
+        if any(place.expert_entry is not None for place, _ in parts):
+            raise ValueError("adapters that change experts are not composed here")
         compose_entries([(place.entry, weight) for place, weight in parts], entry.numpy())
         if len(self._composed) == self._max_composed:
             self._free_composed.append(self._composed.popitem(last=False)[1])
@@ -207,10 +227,10 @@ class AdapterArena:
         if self.sites.is_cuda:
             freed = torch.cuda.Event()
             freed.record()
-        entry = self._entry(placement, blocks)
+        entry, expert_entry = self._entries(placement, blocks)
         rope = self._rope_of(adapter)
         self._places[adapter.uid] = _Place(
-            self._free_slots.pop(), blocks, placement, entry, rope, adapter.layout, adapter.extras, freed
+            self._free_slots.pop(), blocks, placement, entry, expert_entry, rope, adapter.layout, adapter.extras, freed
         )
 
     def fill(self, adapter: HostAdapter) -> None:
@@ -267,6 +287,18 @@ class AdapterArena:
         self._put_rope(place.slot, place.rope)
         entry = torch.from_numpy(place.entry)
         self.sites[:, place.slot].copy_(entry.pin_memory() if self.sites.is_cuda else entry, non_blocking=True)
+        self._put_experts(place.slot, place.expert_entry)
+
+    def _put_experts(self, slot: int, entry: np.ndarray | None) -> None:
+        if self.experts is None:
+            return
+        if entry is not None:
+            self._changing_experts.add(slot)
+            told = torch.from_numpy(entry)
+            self.experts[:, slot].copy_(told.pin_memory() if self.experts.is_cuda else told, non_blocking=True)
+        elif slot in self._changing_experts:
+            self._changing_experts.discard(slot)
+            self.experts[:, slot].zero_()
 
     def _rope_of(self, adapter: HostAdapter) -> Tensor | None:
         if adapter.extras.rope is None:
@@ -282,20 +314,28 @@ class AdapterArena:
             self._rotating.discard(slot)
             self.ropes[slot].zero_()
 
-    def _entry(self, placement: Placement, blocks: Sequence[int]) -> np.ndarray:
-        entry = np.zeros((self.sites.shape[0], self.sites.shape[2]), dtype=np.int64)
-        words, chunks = placement.words, placement.chunks
-        entry[words[:, 0], words[:, 1]] = words[:, 2]
+    def _entries(self, placement: Placement, blocks: Sequence[int]) -> tuple[np.ndarray, np.ndarray | None]:
+        """Of its sites, and of those that are of experts."""
+        words, chunks, num_sites = placement.words, placement.chunks, self.sites.shape[0]
+        tables = [self.sites] if self.experts is None else [self.sites, self.experts]
+        width = max(table.shape[2] for table in tables)
+        whole = np.zeros((sum(table.shape[0] for table in tables), width), dtype=np.int64)
+        whole[words[:, 0], words[:, 1]] = words[:, 2]
         places = np.array(blocks, dtype=np.int64)
-        entry[chunks[:, 0], chunks[:, 1]] = places[chunks[:, 2]] * self.block_elements + chunks[:, 3]
-        return entry
+        whole[chunks[:, 0], chunks[:, 1]] = places[chunks[:, 2]] * self.block_elements + chunks[:, 3]
+        entry = np.ascontiguousarray(whole[:num_sites, : self.sites.shape[2]])
+        if self.experts is None or not whole[num_sites:].any():
+            return entry, None
+        return entry, np.ascontiguousarray(whole[num_sites:, : self.experts.shape[2]])
 
     def _placement(self, adapter: HostAdapter) -> Placement:
         with self._lock:
             known = self._known.get(adapter.uid)
         if known is not None:
             return known
-        placement = self._placements.get(adapter.layout) or place(adapter, self.block_elements, self.chunks)
+        placement = self._placements.get(adapter.layout) or place(
+            adapter, self.block_elements, self.chunks, self._experts
+        )
         with self._lock:
             self._placements[adapter.layout] = self._known[adapter.uid] = placement
             if len(self._placements) > _LAYOUTS:

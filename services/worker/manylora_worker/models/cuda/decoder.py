@@ -14,6 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from manylora_worker.models.cuda.expert_mlp import ExpertMlp, MixtureSizes
+from manylora_worker.models.cuda.expert_tables import ExpertAdapters
 from manylora_worker.models.cuda.kernels.add_norm import add_norm
 from manylora_worker.models.cuda.kernels.attention import DecodeScratch, PagedLayout, attend_decode, attend_prefill
 from manylora_worker.models.cuda.kernels.attention_decode import DecodeAttention
@@ -66,6 +68,7 @@ class _Sizes:
     low_rank: int
     parts: int
     angles: int
+    mixture: MixtureSizes | None
 
     @classmethod
     def of(cls, weights: DecoderWeights, *, lora_chunks: int, max_rows: int, max_decode_rows: int) -> _Sizes:
@@ -75,6 +78,7 @@ class _Sizes:
         gate_up = max((mlp.gate_up.out_features for mlp in dense), default=0)
         gated = max((mlp.down.in_features for mlp in dense), default=0)
         out_features = [first.qkv.out_features, first.o.out_features, gate_up]
+        routers = [layer.mlp.router.out_features for layer in weights.layers if isinstance(layer.mlp, MixtureMlp)]
         widths = {first.qkv.in_features, first.o.in_features, gated} - {0}
         most = max(shrink_splits(width, rows) * rows for width in widths for rows in range(1, max_rows + 1))
         rows = {} if weights.group is None else _head_rows(weights, weights.group.size, max_decode_rows)
@@ -91,17 +95,20 @@ class _Sizes:
                 "attended": (max_rows, shape.num_heads * shape.head_dim),
                 "gate_up": (max_rows, gate_up),
                 "gated": (max_rows, gated),
+                "routed": (max_rows, max(routers, default=0)),
                 "logits": (max_decode_rows, weights.vocab_size),
                 "lora": (min(max_rows, MOST_ROWS), max(first.qkv.out_features, first.o.out_features)),
             },
             low_rank=most * low_rank_columns(lora_chunks),
             parts=MOST_SPLITS * MOST_SPLIT_ROWS * max(out_features),
             angles=2 * max_rows * weights.ropes[0][0].shape[1],
+            mixture=MixtureSizes.of(weights, lora_chunks=lora_chunks, max_rows=max_rows),
         )
 
     def bytes(self, dtype: torch.dtype) -> int:
         by_rows = sum(rows * columns for rows, columns in self.rows.values())
-        return by_rows * dtype.itemsize + 4 * (self.low_rank + self.parts + self.angles)
+        mixture = 0 if self.mixture is None else self.mixture.bytes(dtype)
+        return by_rows * dtype.itemsize + 4 * (self.low_rank + self.parts + self.angles) + mixture
 
 
 def _head_rows(weights: DecoderWeights, size: int, max_decode_rows: int) -> dict[str, tuple[int, int]]:
@@ -142,6 +149,7 @@ class Decoder:
         max_rows: int,
         max_decode_rows: int,
         pdl: bool,
+        experts: ExpertAdapters | None = None,
     ) -> None:
         self.weights = weights
         self._arena = arena
@@ -167,6 +175,13 @@ class Decoder:
         self._attended = buffer("attended")
         self._gate_up = buffer("gate_up")
         self._gated = buffer("gated")
+        self._routed = buffer("routed")
+        self._experts = None
+        if sizes.mixture is not None:
+            assert experts is not None
+            self._experts = ExpertMlp(
+                sizes.mixture, experts, activation=weights.activation, lora_chunks=lora_chunks, pdl=pdl
+            )
         self._logits = buffer("logits")
         self._lora = buffer("lora")
         self._lora_tiles = LoraTiles.where_it_runs(lora_chunks, dtype, device)
@@ -214,11 +229,29 @@ class Decoder:
     def _mlp(
         self, mlp: DenseMlp | MixtureMlp, normed: Tensor, delta: Tensor, step: DeviceStep
     ) -> tuple[Tensor, LoraRows | None]:
-        assert isinstance(mlp, DenseMlp)
+        if isinstance(mlp, MixtureMlp):
+            self._mixture(mlp, normed, delta, step)
+            return delta[None], None
         gated = self._gated[: step.rows]
         gate_up, lora = self._product(mlp.gate_up, normed, self._gate_up[: step.rows], step, expands=False)
         self._gate(mlp.gate_up, gate_up, gated, step, lora)
         return self._summed(mlp.down, gated, delta, step)
+
+    def _mixture(self, mlp: MixtureMlp, normed: Tensor, delta: Tensor, step: DeviceStep) -> None:
+        routed = self._routed.view(-1)[: step.rows * mlp.router.out_features].view(step.rows, -1)
+        product, lora = self._product(mlp.router, normed, routed, step, expands=False)
+        assert self._experts is not None
+        self._experts.run(
+            mlp,
+            normed,
+            product,
+            lora,
+            delta,
+            num_rows=step.num_rows,
+            row_adapters=None if step.lora is None else step.lora.row_adapters,
+            beside=self._beside,
+            end_beside=self._end_beside,
+        )
 
     def head(self, step: DeviceStep) -> Tensor:
         """As `forward`, of the step whose layers ran last."""
@@ -279,8 +312,7 @@ class Decoder:
             with self._beside():
                 shrink(x, lora, num_slots=len(slots), num_rows=step.num_rows, pdl=self._pdl)
             product = self._linear(projection, x, out)
-            if self._side is not None:
-                torch.cuda.current_stream().wait_stream(self._side)
+            self._end_beside()
             return product, lora
         # So many rows' product leaves no room beside it: what starts there only waits in its way.
         tiles.shrink(x, lora, num_slots=len(slots), pdl=self._pdl)
@@ -332,6 +364,10 @@ class Decoder:
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             yield
+
+    def _end_beside(self) -> None:
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
 
     def _norm(
         self,

@@ -19,6 +19,7 @@ from torch import Tensor
 from manylora_worker.kinds.api import Sampled, SequenceChunk, StepBatch, draws_of
 from manylora_worker.models.cuda.adapter_arena import AdapterArena
 from manylora_worker.models.cuda.decoder import Decoder, DeviceStep, buffer_bytes
+from manylora_worker.models.cuda.expert_tables import ExpertFields
 from manylora_worker.models.cuda.graph_shapes import (
     BUCKETS,
     GREEDY,
@@ -43,7 +44,7 @@ from manylora_worker.models.cuda.pending_step import Draws, PendingStep
 from manylora_worker.models.cuda.sampler_rows import SamplerRows, bars_on_device
 from manylora_worker.models.cuda.step_packing import PackedStep, StepPacker
 from manylora_worker.models.cuda.step_tables import StepTables, to_device
-from manylora_worker.models.decoder_weights import DecoderWeights
+from manylora_worker.models.decoder_weights import DecoderWeights, DenseMlp
 from manylora_worker.models.layers.host_kv import TensorHostKv
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.layers.prompt_scores import ScoredRows, Scores, score
@@ -69,10 +70,12 @@ def activation_bytes(loaded: LoadedModel, weights: DecoderWeights, limits: Devic
     # Scores, penalties, a bias and, while logprobs are taken, two distributions: float32 of the vocabulary each.
     sampler = rows * vocab_size * 4 * 5
     graphs = sum(1 for _ in decode_shapes(rows)) + sum(1 for _ in mixed_shapes(limits.max_rows, rows))
-    return decoder + sampler + graphs * len(weights.layers) * _GRAPH_BYTES_A_LAYER + _WORKSPACE_BYTES
+    layers = sum(1 if isinstance(layer.mlp, DenseMlp) else _GRAPHS_OF_EXPERTS for layer in weights.layers)
+    return decoder + sampler + graphs * layers * _GRAPH_BYTES_A_LAYER + _WORKSPACE_BYTES
 
 
 _GRAPH_BYTES_A_LAYER = 400_000  # measured: 337 graphs of 32 layers take 3.4 GiB
+_GRAPHS_OF_EXPERTS = 2  # a layer of experts has about twice the kernels
 _WORKSPACE_BYTES = 1 << 30  # kernels, and cuBLAS' workspaces
 
 
@@ -109,6 +112,29 @@ class _Sampling:
         return replace(self, chunks=chunks)
 
 
+def _adapter_arena(
+    loaded: LoadedModel,
+    weights: DecoderWeights,
+    cache: KvCache,
+    limits: DeviceLimits,
+    num_kv_blocks: int,
+    block_elements: int,
+) -> AdapterArena:
+    return AdapterArena(
+        cache.flat,
+        block_elements,
+        range(num_kv_blocks, cache.num_blocks),
+        num_slots=limits.adapter_slots,
+        num_composed=2 * limits.max_sequences,
+        num_sites=sum(1 for site in loaded.sites if not site.experts),
+        max_rank=limits.max_rank,
+        num_angles=weights.ropes[0][0].shape[1],
+        scaled=weights.scaled,
+        clear=cache.clear_blocks if cache.marks_free else None,
+        experts=ExpertFields.of(loaded.sites, block_elements, limits.max_rank),
+    )
+
+
 class DeviceModelRunner:
     """See api.AheadRunner, SwapRunner and MergingRunner. cache: its blocks from `num_kv_blocks` on hold adapters."""
 
@@ -135,18 +161,7 @@ class DeviceModelRunner:
             stride_kv=bs * row,
             stride_head=geometry.head_dim,
         )
-        self._adapters = AdapterArena(
-            cache.flat,
-            self._layout.stride_block,
-            range(num_kv_blocks, cache.num_blocks),
-            num_slots=limits.adapter_slots,
-            num_composed=2 * limits.max_sequences,
-            num_sites=len(loaded.sites),
-            max_rank=limits.max_rank,
-            num_angles=weights.ropes[0][0].shape[1],
-            scaled=weights.scaled,
-            clear=cache.clear_blocks if cache.marks_free else None,
-        )
+        self._adapters = _adapter_arena(loaded, weights, cache, limits, num_kv_blocks, self._layout.stride_block)
         pdl = loaded.device.type == "cuda" and torch.cuda.get_device_capability(loaded.device) >= (9, 0)
         self._decoder = Decoder(
             weights,
@@ -159,6 +174,7 @@ class DeviceModelRunner:
             max_rows=limits.max_rows,
             max_decode_rows=limits.max_sequences,
             pdl=pdl,
+            experts=self._adapters.expert_adapters,
         )
         self._packer = StepPacker(
             self._adapters,

@@ -1,0 +1,64 @@
+"""A tiny mixture of experts, adapters of all that it has, and transformers + peft beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from manylora_worker.models.loader import LoadedModel, load_model
+from transformers import AutoModelForCausalLM
+
+from tests.numerics import driver as driving
+from tests.numerics.adapters import ATTENTION, Reference, save_adapter
+from tests.numerics.driver import Driver, Stream, prompts
+from tests.numerics.families import make_model
+
+# of peft, for a pattern that it has made itself
+OWN_PATTERNS = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
+STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+RECIPES: Mapping[str, Mapping[str, Any]] = {
+    "all-linear": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},  # the router, too
+    "stacks": {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj"], "target_parameters": STACKS, "use_rslora": True},
+    "down": {"r": 17, "lora_alpha": 8, "target_modules": [], "target_parameters": ["experts.down_proj"]},
+    "attention": {"r": 8, "lora_alpha": 8, "target_modules": ATTENTION},
+}
+
+
+@dataclass(frozen=True)
+class Mixture:
+    folder: Path
+    loaded: LoadedModel
+    adapters: Mapping[str, Path]
+    references: Mapping[str | None, Reference]  # of one adapter each: peft has adapters of equal targets together
+
+
+def make_mixture(parent: Path) -> Mixture:
+    folder = parent / "tiny-qwen3_moe"
+    model = make_model("qwen3_moe", folder)
+    model.name_or_path = "someone/tiny-qwen3_moe"
+    adapters = {
+        name: save_adapter(model, folder.parent / name, seed, **recipe)
+        for seed, (name, recipe) in enumerate(RECIPES.items())
+    }
+
+    def reference(adapters: Mapping[str, Path]) -> Reference:
+        fresh = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        return Reference(fresh.eval(), adapters)
+
+    references: dict[str | None, Reference] = {name: reference({name: path}) for name, path in adapters.items()}
+    return Mixture(folder, load_model(str(folder)), adapters, {**references, None: reference({})})
+
+
+def streams_of(
+    mixture: Mixture, driver: Driver, seed: int, loaded: LoadedModel | None = None, *, longest: int = 40
+) -> list[tuple[Stream, str | None]]:
+    """Of each adapter one or two; few where prompts are short."""
+    own = loaded or mixture.loaded
+    uids = {name: driving.put_adapter(driver.runner, own, path) for name, path in mixture.adapters.items()}
+    names = [*uids, None, "stacks", None, "all-linear"] if longest > 9 else ["stacks", "all-linear", None]
+    drawn = prompts(len(names), seed, longest=longest)
+    return [(Stream(p, None if n is None else uids[n]), n) for p, n in zip(drawn, names, strict=True)]

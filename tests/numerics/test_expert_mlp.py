@@ -1,0 +1,59 @@
+"""Mixtures of experts on the device decoder: every kernel, against transformers + peft."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from manylora_worker.models import loader
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+from manylora_worker.models.cuda.decoder import buffer_bytes
+from manylora_worker.models.decoder_weights import read_decoder
+
+from tests.numerics.driver import Driver
+from tests.numerics.interpreter import DEVICES
+from tests.numerics.mixtures import OWN_PATTERNS, make_mixture, streams_of
+from tests.numerics.test_cuda_runner import make_device_runner, put_device_adapter
+
+pytestmark = [pytest.mark.kernels, OWN_PATTERNS]
+TOLERANCE = 1e-3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_mixed_batch_on_the_device(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, then decoding rows, of all adapters; on a GPU in graphs, and prompts in chunks."""
+    monkeypatch.setattr(loader, "can_pack", lambda *_: False)
+    monkeypatch.setattr("tests.numerics.driver.put_adapter", put_device_adapter)
+    mixture = make_mixture(tmp_path)
+    loaded, runner = make_device_runner(mixture, mixture.folder, device, marks_free=True)  # type: ignore[arg-type]
+    driver = Driver(runner)  # type: ignore[arg-type]
+    mixed = streams_of(mixture, driver, 1, loaded, longest=40 if device == "cuda" else 4)
+    streams = [stream for stream, _ in mixed]
+    for round_number in range(2 if device == "cuda" else 1):
+        for row, (stream, name) in zip(driver.logits(streams), mixed, strict=True):
+            expected = mixture.references[name].logits(stream.tokens, name)[-1]
+            torch.testing.assert_close(row.cpu(), expected, atol=TOLERANCE, rtol=0)
+        for stream in streams:
+            stream.output.append(stream.prompt[round_number])
+    if device == "cuda":
+        driver.run(streams, 8, prefill_tokens=5)
+        for stream, name in mixed:
+            own = mixture.references[name].greedy(stream.prompt + stream.output[:2], name, 6)
+            assert stream.output[2:] == own
+
+
+def test_what_is_kept_for_steps_is_what_they_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "can_pack", lambda *_: False)
+    mixture = make_mixture(tmp_path)
+    loaded, runner = make_device_runner(mixture, mixture.folder, "cpu")  # type: ignore[arg-type]
+    built = runner._decoder
+    assert built._experts is not None
+    ours = (built._sites, built._ropes, built._counters, built._arena)
+    held = [*vars(built).values(), *vars(built._experts).values()]
+    taken = sum(each.nbytes for each in held if isinstance(each, torch.Tensor) and not any(each is o for o in ours))
+    weights = read_decoder(loaded)
+    assert weights is not None
+    assert buffer_bytes(weights, loaded.dtype, max_rank=64, max_rows=1024, max_decode_rows=32) == taken
