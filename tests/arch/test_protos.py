@@ -25,7 +25,7 @@ GENERATED = ["shared/manylora/v1/*_pb2*.py*", "shared/manylora_shared/coordinati
 UNITLESS = {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logprob"}
 UNITLESS |= {"canary_share", "stable_share", "evidence", "limit", "score"}
 UNITLESS |= {"kv_byte_seconds", "adapter_byte_seconds", "prefill_flops", "decode_flops"}
-UNITLESS |= {"availability", "availability_target", "error_budget", "late_part"}
+UNITLESS |= {"availability", "availability_target", "error_budget", "late_part", "requests_part"}
 UNITS = ("_s", "_ms", "_bytes", "_tokens", "_shares")
 
 

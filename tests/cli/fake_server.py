@@ -472,6 +472,11 @@ class FakeRouter:
             base_model="tiny",
             sampling_defaults=common_pb2.SamplingParams(temperature=0.6, top_k=20),
             scheduler=admin_pb2.SchedulerStatus(
+                merge_advice=[
+                    admin_pb2.MergeAdvice(
+                        pool="default", tenant_id="acme", adapter="upper", requests_part=0.43, workers=1, pool_workers=3
+                    )
+                ],
                 reachable=True,
                 address="127.0.0.1:2",
                 epoch=5,
@@ -557,6 +562,10 @@ class FakeRouter:
                     ),
                     kv_blocks_total=32,
                     kv_blocks_free=20,
+                    dedicated_tenant="acme",
+                    dedicated_adapter="upper",
+                    dedicated_version="ab" * 32,
+                    merge_problem="no memory",
                 ),
                 admin_pb2.WorkerStatus(worker_id="w-2", address="127.0.0.1:4", kept_out="its dtype is another"),
             ],

@@ -40,6 +40,10 @@ async def test_status(manylora: Manylora) -> None:
     told = (await manylora("status")).stdout
     assert "device 90 %, store 10 %" in told
     assert "store 250 ms" in told
+    assert f"merged     w-1 acme/upper ({'ab' * 6})\n" in told
+    assert "w-1 did not merge an adapter: no memory\n" in told
+    advice = "acme/upper has 43% of pool default's requests and fills 1 of its 3 workers by itself"
+    assert f"to merge   {advice}: see adapters.dedicated\n" in told
     assert [each["kept_out"] for each in out.json["workers"]] == ["", "its dtype is another"]
     measured, idle = out.json["slos"]
     assert (measured["error_budget"], measured["ttft_p95_target_ms"], measured["ttft_met"]) == (0.75, 200, False)

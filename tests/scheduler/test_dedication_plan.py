@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from manylora_scheduler.core.events import SendDedicate, SendRefusal, WorkerDedicated, WorkerLeft
 from manylora_scheduler.core.reports import TO_EVERYBODY, Owner, Residency, ToldOwner
-from manylora_scheduler.gates.dedication_plan import LONELY_S, RETRY_S, SETTLE_S, Change, DedicationPlan
+from manylora_scheduler.gates.dedication_plan import LONELY_S, RETRY_S, SETTLE_S, Change, DedicationPlan, advice
+from manylora_scheduler.gates.recent_use import PoolUse
 from manylora_shared.ids import AdapterUid, TenantId, WorkerId
 
 from tests.scheduler.helpers import Desk, grants, started
@@ -89,6 +90,19 @@ def test_where_all_others_are_lost_a_dedicated_worker_comes_back() -> None:
     assert pool.look({ONE: 1}, LONELY_S) == [Change(WorkerId(mine), None)]
     pool.settle({ONE: 1})
     assert pool.owners() == {mine: None}, "it stays so while it is alone"
+
+
+def test_who_fills_a_worker_by_itself_is_told() -> None:
+    pool = Pool("w0", "w1", "w2", "w3")
+    uses = [PoolUse("p", ONE[1], ONE[0], 0.55), PoolUse("p", TWO[1], TWO[0], 0.24), PoolUse("q", TWO[1], TWO[0], 0.9)]
+    workers_of = {"p": pool.desk.core.workers}
+    assert [(each.use.tenant_id, each.workers, each.pool_workers) for each in advice(uses, workers_of)] == [
+        ("acme", 2, 4)
+    ]
+    pool.settle({ONE: 1})
+    assert len(advice(uses, {"p": pool.desk.core.workers})) == 1
+    pool.settle({ONE: 2})
+    assert advice(uses, {"p": pool.desk.core.workers}) == []
 
 
 def test_a_new_leader_takes_over_what_it_finds() -> None:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from manylora_scheduler.gates.recent_use import HALF_LIFE_S, MAX_TENANTS, OF_TENANT, TOP, TOP_OF_TENANT, AdapterUse
+from manylora_scheduler.gates.recent_use import (
+    HALF_LIFE_S,
+    MAX_TENANTS,
+    OF_POOL,
+    OF_TENANT,
+    TOP,
+    TOP_OF_TENANT,
+    AdapterUse,
+    UseShares,
+)
+from manylora_shared.composition import Part, key_of
 from manylora_shared.ids import AdapterUid, TenantId
 
 A, B = TenantId("a"), TenantId("b")
@@ -32,6 +42,23 @@ def test_no_tenant_fills_the_list_and_the_best_come_first(uses: list[tuple[int, 
     assert all(len(mine) <= OF_TENANT for mine in use._scores.values())
     if uses:
         assert top
+
+
+def test_shares_are_of_a_pools_own_requests_of_late() -> None:
+    shares = UseShares()
+    for _ in range(60):
+        shares.asked("p", A, AdapterUid("u"), 0.0)
+    assert shares.shares(0.0) == [], "too few to say anything"
+    for uid in (None, key_of([Part(AdapterUid("u")), Part(AdapterUid("v"))]), AdapterUid("v")):
+        for _ in range(20):
+            shares.asked("p", A, uid, 0.0)
+            shares.asked("q", B, uid, 0.0)
+    found = shares.shares(0.0)
+    assert [(use.pool, use.adapter_uid, round(use.share, 2)) for use in found] == [("p", "u", 0.5), ("p", "v", 0.17)]
+    for number in range(700):
+        shares.asked("p", A, AdapterUid(f"rare{number}"), HALF_LIFE_S)
+    assert len(shares._scores["p"]) <= 2 * OF_POOL
+    assert shares.shares(HALF_LIFE_S)[0].share < 0.05
 
 
 def test_what_is_known_is_bounded() -> None:

@@ -16,6 +16,7 @@ from manylora.client import (
     ClusterStatus,
     EtcdSpace,
     FlowStatus,
+    MergeAdvice,
     NoisyNeighbour,
     OverloadStatus,
     PinStatus,
@@ -107,6 +108,8 @@ def _print(status: ClusterStatus) -> None:
                 write(f"{worker.worker_id} did not merge an adapter: {worker.merge_problem}\n")
         if dedicated := [_dedicated(worker) for worker in status.workers if worker.dedicated_tenant]:
             write(f"merged     {'; '.join(dedicated)}\n")
+        for advice in scheduler.merge_advice:
+            write(f"to merge   {_advice(advice)}\n")
     else:  # a tenant's key: machines are not its to see
         write(f"scheduler  {'' if scheduler.reachable else 'not '}reachable\n")
         write(f"adapters   {status.adapters}\n\n")
@@ -197,6 +200,12 @@ def state_of(worker: WorkerStatus) -> str:
     if worker.connected and not worker.draining and worker.is_changing:
         return "changing"
     return "draining" if worker.draining else "connected" if worker.connected else "not connected"
+
+
+def _advice(advice: MergeAdvice) -> str:
+    fills = f"fills {advice.workers} of its {advice.pool_workers} workers by itself"
+    name = f"{advice.tenant_id}/{advice.adapter or '?'}"
+    return f"{name} has {advice.requests_part:.0%} of pool {advice.pool}'s requests and {fills}: see adapters.dedicated"
 
 
 def _dedicated(worker: WorkerStatus) -> str:

@@ -293,6 +293,19 @@ class PoolStatus:
 
 
 @dataclass(frozen=True)
+class MergeAdvice:
+    """An adapter whose requests of late fill workers of a pool by themselves, more than it has dedicated."""
+
+    pool: str
+    tenant_id: str
+    adapter: str  # empty: it is not registered any more
+    adapter_version: str
+    requests_part: float  # of the pool's requests
+    workers: int  # that it fills
+    pool_workers: int
+
+
+@dataclass(frozen=True)
 class SchedulerStatus:
     reachable: bool
     address: str
@@ -306,6 +319,7 @@ class SchedulerStatus:
     setbacks: tuple[TenantSetbacks, ...]  # an operator alone sees them
     etcd: EtcdSpace
     pools: tuple[PoolStatus, ...] = ()  # a key of a tenant sees those of its policy
+    merge_advice: tuple[MergeAdvice, ...] = ()  # an operator alone sees it
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from manylora.client.cluster import (
     FlowStatus,
     KeyInfo,
     LiftedQuarantine,
+    MergeAdvice,
     Models,
     NoisyNeighbour,
     OverloadStatus,
@@ -139,6 +140,7 @@ def status_from(message: admin_pb2.GetStatusResponse) -> ClusterStatus:
                 for a in message.scheduler.adapters
             ),
             setbacks=tuple(_scalars(TenantSetbacks, s) for s in message.scheduler.setbacks),
+            merge_advice=tuple(_scalars(MergeAdvice, a) for a in message.scheduler.merge_advice),
         ),
         workers=tuple(_scalars(WorkerStatus, w, **_fields(w.counters)) for w in message.workers),
         routers=tuple(_scalars(RouterStatus, r) for r in message.routers),

@@ -815,7 +815,7 @@ class CircuitStatus(_message.Message):
     def __init__(self, tenant_id: _Optional[str] = ..., whole_tenant: _Optional[bool] = ..., adapter_version: _Optional[str] = ..., router_id: _Optional[str] = ..., half_open: _Optional[bool] = ..., retry_after_s: _Optional[float] = ..., openings: _Optional[int] = ...) -> None: ...
 
 class SchedulerStatus(_message.Message):
-    __slots__ = ("reachable", "address", "epoch", "flows", "quotas", "overload", "neighbours", "adapters", "setbacks", "kv", "etcd", "pools")
+    __slots__ = ("reachable", "address", "epoch", "flows", "quotas", "overload", "neighbours", "adapters", "setbacks", "kv", "etcd", "merge_advice", "pools")
     REACHABLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -827,6 +827,7 @@ class SchedulerStatus(_message.Message):
     SETBACKS_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
     ETCD_FIELD_NUMBER: _ClassVar[int]
+    MERGE_ADVICE_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
     reachable: bool
     address: str
@@ -839,8 +840,27 @@ class SchedulerStatus(_message.Message):
     setbacks: _containers.RepeatedCompositeFieldContainer[_status_pb2.TenantSetbacks]
     kv: _containers.RepeatedCompositeFieldContainer[TenantKv]
     etcd: EtcdSpace
+    merge_advice: _containers.RepeatedCompositeFieldContainer[MergeAdvice]
     pools: _containers.RepeatedCompositeFieldContainer[PoolStatus]
-    def __init__(self, reachable: _Optional[bool] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowStatus, _Mapping]]] = ..., quotas: _Optional[_Iterable[_Union[QuotaStatus, _Mapping]]] = ..., overload: _Optional[_Union[OverloadStatus, _Mapping]] = ..., neighbours: _Optional[_Iterable[_Union[NoisyNeighbour, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[_status_pb2.TenantAdapters, _Mapping]]] = ..., setbacks: _Optional[_Iterable[_Union[_status_pb2.TenantSetbacks, _Mapping]]] = ..., kv: _Optional[_Iterable[_Union[TenantKv, _Mapping]]] = ..., etcd: _Optional[_Union[EtcdSpace, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ...) -> None: ...
+    def __init__(self, reachable: _Optional[bool] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowStatus, _Mapping]]] = ..., quotas: _Optional[_Iterable[_Union[QuotaStatus, _Mapping]]] = ..., overload: _Optional[_Union[OverloadStatus, _Mapping]] = ..., neighbours: _Optional[_Iterable[_Union[NoisyNeighbour, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[_status_pb2.TenantAdapters, _Mapping]]] = ..., setbacks: _Optional[_Iterable[_Union[_status_pb2.TenantSetbacks, _Mapping]]] = ..., kv: _Optional[_Iterable[_Union[TenantKv, _Mapping]]] = ..., etcd: _Optional[_Union[EtcdSpace, _Mapping]] = ..., merge_advice: _Optional[_Iterable[_Union[MergeAdvice, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ...) -> None: ...
+
+class MergeAdvice(_message.Message):
+    __slots__ = ("pool", "tenant_id", "adapter", "adapter_version", "requests_part", "workers", "pool_workers")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_PART_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    POOL_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    tenant_id: str
+    adapter: str
+    adapter_version: str
+    requests_part: float
+    workers: int
+    pool_workers: int
+    def __init__(self, pool: _Optional[str] = ..., tenant_id: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_version: _Optional[str] = ..., requests_part: _Optional[float] = ..., workers: _Optional[int] = ..., pool_workers: _Optional[int] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("pool", "base_model", "workers", "queued", "running", "overload")

@@ -7,10 +7,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 
 from manylora.v1 import admin_pb2, common_pb2, scheduler_pb2, status_pb2
-from manylora_shared.errors import InternalError, RpcError
+from manylora_shared.errors import RpcError
 from manylora_shared.ids import TenantId
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.transport.base import Transport
@@ -86,6 +85,8 @@ class ClusterStatus:
                 )
             )
         model = directory.model
+        for advice in answer.scheduler.merge_advice:
+            advice.adapter = self._name_of(advice.tenant_id, advice.adapter_version)
         self._name_pools(answer.scheduler.pools)
         return admin_pb2.GetStatusResponse(
             base_model=model.name if model is not None else "",
@@ -113,15 +114,10 @@ class ClusterStatus:
         return found
 
     def _name_of(self, tenant_id: str, digest: str) -> str:
-        """Empty: no adapter that the tenant's policy has workers for has this version."""
-        names: Iterable[str] = ()
-        with suppress(InternalError):  # the policy cannot be read: it is told to whoever asks for this tenant
-            policy = self._directory.policy_of(TenantId(tenant_id))
-            names = policy.dedicated if policy is not None else ()
-        for name in names:
-            entry = self._directory.adapters.get(f"{tenant_id}/{name}")
-            if entry is not None and any(each.uid == digest for each in entry.record.line.served):
-                return name
+        """Empty: none of the tenant's adapters has this version any more."""
+        for record in self._directory.adapters_of(tenant_id):
+            if any(each.uid == digest for each in record.line.served):
+                return record.name
         return ""
 
     def _name_pools(self, pools: Iterable[admin_pb2.PoolStatus]) -> None:

@@ -6,13 +6,15 @@ a dedicated one comes back. A worker that could not merge an adapter is left alo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from manylora_shared.ids import WorkerId
+from manylora_shared.merge_share import merged_workers
 
 from manylora_scheduler.core.reports import Owner
 from manylora_scheduler.core.worker_view import WorkerView
+from manylora_scheduler.gates.recent_use import PoolUse
 
 RETRY_S = 60.0
 SETTLE_S = 5.0  # for workers to tell a new leader what they are
@@ -22,6 +24,24 @@ LONELY_S = 3.0  # how long nobody may be everybody's
 class Change(NamedTuple):
     worker_id: WorkerId
     owner: Owner | None
+
+
+class Advice(NamedTuple):
+    use: PoolUse
+    workers: int  # that it fills by itself
+    pool_workers: int
+
+
+def advice(uses: Iterable[PoolUse], workers_of: Mapping[str, Collection[WorkerView]]) -> list[Advice]:
+    """Adapters that fill more workers of their pool than they have dedicated, where these can merge any."""
+    found: list[Advice] = []
+    for use in uses:
+        members = [worker for worker in workers_of.get(use.pool, ()) if worker.connected]
+        owner = Owner(use.adapter_uid, use.tenant_id)
+        own = min(merged_workers(use.share, len(members)), sum(worker.can_merge for worker in members))
+        if own > sum(worker.owner == owner for worker in members):
+            found.append(Advice(use, own, len(members)))
+    return found
 
 
 class DedicationPlan:

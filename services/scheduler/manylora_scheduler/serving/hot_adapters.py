@@ -14,7 +14,7 @@ from manylora_shared.coordination.records import HotAdapter, HotAdaptersRecord
 from manylora_shared.ids import AdapterKey, AdapterUid, TenantId
 from manylora_shared.telemetry.logs import fields
 
-from manylora_scheduler.gates.recent_use import AdapterUse
+from manylora_scheduler.gates.recent_use import AdapterUse, UseShares
 
 _LOG = logging.getLogger(__name__)
 SAVE_S = 30.0
@@ -27,6 +27,7 @@ class HotAdapters:
         self._store = store
         self._epoch = epoch
         self._use = AdapterUse()
+        self.shares = UseShares()
         self._saved: bytes | None = None
 
     def used(self, tenant_id: TenantId, key: AdapterKey, now: float) -> None:

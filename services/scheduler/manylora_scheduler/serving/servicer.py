@@ -17,11 +17,12 @@ from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import ServerCall, Service
 
 from manylora_scheduler.core.events import Enqueued, GrantClosed, LeaseWanted, Settled, Withdrawn
+from manylora_scheduler.gates.dedication_plan import advice
 from manylora_scheduler.serving.hot_adapters import HotAdapters
 from manylora_scheduler.serving.rollouts import Rollouts
 from manylora_scheduler.serving.router_line import RouterLine
 from manylora_scheduler.serving.term import Term
-from manylora_scheduler.serving.wire import MAX_ID_LENGTH, held_lease, queued_request, refused_flows
+from manylora_scheduler.serving.wire import MAX_ID_LENGTH, advice_message, held_lease, queued_request, refused_flows
 
 _DESCRIPTOR = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 
@@ -58,6 +59,10 @@ class SchedulerServicer:
         if (space := self._space.last) is not None:
             status.etcd.used_bytes, status.etcd.quota_bytes = space.used_bytes, space.quota_bytes
             status.etcd.full = space.is_full
+        if self.hot is not None:
+            uses = self.hot.shares.shares(asyncio.get_running_loop().time())
+            workers_of = {pool: gate.core.workers for pool, gate in term.pools.gates.items()}
+            status.merge_advice.extend(map(advice_message, advice(uses, workers_of)))
         return scheduler_pb2.GetSchedulerStatusResponse(scheduler=status, workers=term.worker_statuses())
 
     async def schedule(
@@ -146,8 +151,10 @@ class SchedulerServicer:
             line.send(scheduler_pb2.ScheduleResponse(refusal=refusal))
             return
         term.learn_tenant(request.flow.tenant_id)
-        if self.hot is not None and request.adapter_uid is not None and self.term is term:
-            self.hot.used(request.flow.tenant_id, request.adapter_uid, now)
+        if self.hot is not None and self.term is term:
+            self.hot.shares.asked(request.pool, request.flow.tenant_id, request.adapter_uid, now)
+            if request.adapter_uid is not None:
+                self.hot.used(request.flow.tenant_id, request.adapter_uid, now)
         term.post(Enqueued(line.session, request))
 
     def _leading_term(self) -> Term:

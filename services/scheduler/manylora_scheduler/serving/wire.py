@@ -45,6 +45,7 @@ from manylora_scheduler.core.reports import (
 )
 from manylora_scheduler.core.request import FlowKey, QueuedRequest
 from manylora_scheduler.core.worker_view import WorkerView
+from manylora_scheduler.gates.dedication_plan import Advice
 from manylora_scheduler.gates.neighbours import Noisy
 from manylora_scheduler.gates.overload import OverloadState
 from manylora_scheduler.gates.quota import QuotaView
@@ -291,10 +292,22 @@ def overload_status(state: OverloadState) -> admin_pb2.OverloadStatus:
 def pool_status(pool: str, core: Core, state: OverloadState) -> admin_pb2.PoolStatus:
     return admin_pb2.PoolStatus(
         pool=pool,
-        workers=sum(worker.serving for worker in core.workers),
+        workers=sum(worker.serving or worker.serves_owner for worker in core.workers),
         queued=core.num_queued,
         running=core.num_granted,
         overload=overload_status(state),
+    )
+
+
+def advice_message(advice: Advice) -> admin_pb2.MergeAdvice:
+    use = advice.use
+    return admin_pb2.MergeAdvice(
+        pool=use.pool,
+        tenant_id=use.tenant_id,
+        adapter_version=digest_of(use.adapter_uid),
+        requests_part=use.share,
+        workers=advice.workers,
+        pool_workers=advice.pool_workers,
     )
 
 

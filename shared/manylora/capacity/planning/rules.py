@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
+from manylora_shared.merge_share import merged_workers
+
 from manylora.capacity.planning.curve import Curve
 from manylora.capacity.planning.play import Outcome
 from manylora.capacity.planning.traffic import Traffic
@@ -80,14 +82,14 @@ def _merge(curve: Curve, traffic: Traffic, outcome: Outcome, workers: int) -> Ru
     rank, context = traffic.ranks[adapter], rows * curve.context
     base = curve.step_ms(rows, context)
     one = curve.step_ms(rows, context, sum_ranks=rank, max_rank=rank)
-    own = int(share * workers)
-    verdict = f"give it {own} merged worker{'s' * (own > 1)} of its own" if own >= 1 and workers > 1 else "leave it"
+    own = merged_workers(share, workers)
+    verdict = f"give it {own} merged worker{'s' * (own > 1)} of its own (adapters.dedicated)" if own else "leave it"
     saved = f"{(one - base) / one:.0%} of a step of {rows} ({one:.2f} to {base:.2f} ms)"
     says = (
         f"{adapter} has {share:.1%} of the requests. Merged into the weights it saves {saved}, but its worker serves "
         f"nobody else: from {threshold:.0%} on it fills one of the {workers}; {verdict}"
     )
-    return Rule("merge", own >= 1 and workers > 1, says)
+    return Rule("merge", own > 0, says)
 
 
 def _rank_waste(curve: Curve, traffic: Traffic, outcome: Outcome) -> Rule:
