@@ -10,6 +10,7 @@ USER_KEY = "x-user-id"
 PRIORITY_KEY = "x-priority"
 IDEMPOTENCY_KEY = "idempotency-key"
 KEEP_KEY = "x-keep-s"  # of HTTP: as GenerateRequest.keep_s
+LAST_EVENT_ID = "last-event-id"  # of HTTP: the last one that the caller has of its answer
 HEDGE_KEY = "x-hedge"  # of two calls for one answer: the one that is cancelled before its first frame costs nothing
 TRACEPARENT_KEY = "traceparent"
 PEER_KEY = "x-manylora-peer"

@@ -127,6 +127,27 @@ def test_who_lost_its_connection_goes_on_at_another_router_with_the_same_work() 
     simulate(test, script=SLOW)
 
 
+def test_a_kept_answer_is_gone_on_with_at_another_router_without_its_tokens() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        async with second_router(cluster) as app:
+            request = text_request(max_tokens=100, resumable=True, keep_s=5)
+            stream = cluster.open(request)
+            head = Answer([await stream.read() for _ in range(5)])
+            stream.cancel()
+            request.resume.token, request.resume.next_frame = head.frames[0].started.resume_token, 5
+            other = Other(cluster, app)
+            tail = await other.ask(request)
+            assert Answer([*head.frames, *tail.frames]).finished.usage.completion_tokens == 100
+            assert head.text_of(0) + tail.text_of(0) == TEXT[:100]
+            assert executed(cluster) == 1
+            await asyncio.sleep(6.0)
+            lost = await other.ask(request)
+            assert lost.error is not None
+            assert (lost.error.code, "resume.token" in lost.error.message) == (Code.NOT_FOUND, True)
+
+    simulate(test, script=SLOW)
+
+
 def test_an_answer_is_told_to_services_of_the_cluster_alone() -> None:
     async def test(cluster: RouterCluster) -> None:
         answer = await cluster.ask(text_request(), idempotency_key="k")

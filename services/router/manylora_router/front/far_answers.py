@@ -20,7 +20,6 @@ from manylora_router.guard.admission import RequestInput
 from manylora_router.links.directory import Directory
 from manylora_router.request.frames import Frame
 
-FIELD = "last-event-id"
 ASKING = 64  # calls that seek their answer at the other routers
 _ASKING_KEPT = 16
 _FOUND_S = 2.0  # for a router to say whether it has an answer
@@ -105,9 +104,12 @@ class FarAnswers:
             raise
         return answer
 
-    async def seek(self, asked: answers_pb2.ReadAnswerRequest) -> FarAnswer:
-        """At all other routers. Raises NotFound, ServiceUnavailable where one that may have it does not answer, or
-        Overloaded where the tenant seeks too many at once."""
+    async def seek(self, asked: answers_pb2.ReadAnswerRequest, field: str) -> FarAnswer:
+        """At all other routers, by the id that the caller gave in that field.
+
+        Raises NotFound, ServiceUnavailable where a router that may have it does not answer, or Overloaded where the
+        tenant seeks too many at once.
+        """
         silent: list[str] = []
         with self._asking.held(f"tenant {asked.tenant_id} for other routers' answers"):
             for router_id, router in sorted(self._directory.routers.items()):
@@ -122,7 +124,7 @@ class FarAnswers:
         if silent:
             told = f"routers that may have this answer did not answer: {', '.join(silent)}"
             raise ServiceUnavailable(told, retry_after_s=1.0)
-        raise NotFound(f"{FIELD}: no router has the answer any more")
+        raise NotFound(f"{field}: no router has the answer any more")
 
 
 class AnswerServicer:
@@ -143,7 +145,7 @@ class AnswerServicer:
         )
         answer = self._kept.find(tenant, asked, request.request_id) or await self._kept.settled(tenant, asked)
         if answer is None:
-            raise NotFound(f"{FIELD}: this router does not have the answer any more")
+            raise NotFound("this router does not have the answer any more")
         yield answers_pb2.ReadAnswerResponse()
         if request.request_id in ("", answer.request_id):
             reading = answer.read(request.next_frame)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from manylora.v1.answers_pb2 import ReadAnswerRequest
 from manylora_shared.errors import AnswerLost, ManyloraError, NotFound, ServiceUnavailable
+from manylora_shared.metadata import LAST_EVENT_ID
 from manylora_shared.telemetry import Attribute
 
 from manylora_router.front.far_answers import FarAnswer, FarAnswers, asked_of
@@ -66,12 +67,12 @@ async def _reading(
     request_id = begun.request_id if begun is not None else request.request_id
     next_frame = resume.next_frame if resume is not None else 0
     answer = outliving.kept.find(tenant, request, request_id)
-    if answer is None and request.is_again:
-        far = await outliving.far.seek(asked_of(tenant, request, request_id))
+    is_here = answer is not None and answer.request_id == request_id
+    if not is_here and (request.is_again or (resume is not None and not resume.emitted)):
+        field = resume_tokens.FIELD if resume is not None else LAST_EVENT_ID
+        far = await outliving.far.seek(asked_of(tenant, request, request_id), field)
         stack.push_async_callback(far.close)
         return far.read()
-    if resume is not None and not resume.emitted and (answer is None or answer.request_id != request_id):
-        raise NotFound(f"{resume_tokens.FIELD}: this router does not have the answer any more")
     if answer is None:
         if not (request.idempotency_key or request.keep_s):
             return None

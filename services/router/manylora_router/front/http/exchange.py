@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from typing import Any
 
 from manylora_shared.errors import HttpError, InvalidRequest, ManyloraError, SlowReader, shown
-from manylora_shared.metadata import ADAPTER_KEY, CLASS_KEY, IDEMPOTENCY_KEY, KEEP_KEY
+from manylora_shared.metadata import ADAPTER_KEY, CLASS_KEY, IDEMPOTENCY_KEY, KEEP_KEY, LAST_EVENT_ID
 from manylora_shared.transport.handling import MAX_MESSAGE_BYTES
 from manylora_shared.transport.unparsed import LARGE_BYTES
 
@@ -24,7 +24,6 @@ BODY_TIMEOUT_S = 30.0
 SLOW_READER_S = 15.0
 KEEP_ALIVE_S = 5.0  # an answer that has nothing to say for so long says that it lives
 
-LAST_EVENT_ID = "last-event-id"
 _OUTLIVING = (IDEMPOTENCY_KEY, KEEP_KEY, LAST_EVENT_ID)
 
 Message = MutableMapping[str, Any]

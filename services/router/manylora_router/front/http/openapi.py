@@ -14,6 +14,7 @@ from manylora_shared.metadata import (
     CONVERSATION_KEY,
     IDEMPOTENCY_KEY,
     KEEP_KEY,
+    LAST_EVENT_ID,
     PRIORITY_KEY,
     TENANT_KEY,
     TRACEPARENT_KEY,
@@ -22,7 +23,7 @@ from manylora_shared.metadata import (
 
 from manylora_router.front.http import schemas
 from manylora_router.front.http.api.answers import Door
-from manylora_router.front.http.exchange import LAST_EVENT_ID, Exchange
+from manylora_router.front.http.exchange import Exchange
 
 PATH = "/openapi.json"
 _JSON, _TEXT, _EVENTS = "application/json", "text/plain", "text/event-stream"
@@ -35,7 +36,7 @@ _HEADERS = {
     USER_KEY: "the same",
     IDEMPOTENCY_KEY: "a request that is sent again gets the first one's answer",
     KEEP_KEY: "how many seconds a stream goes on without its caller, who comes back with `last-event-id`",
-    LAST_EVENT_ID: "the `id` of the last event that came: the same request gets those behind it",
+    LAST_EVENT_ID: "the `id` of the last event that came: the same request gets those behind it, at any router",
     TRACEPARENT_KEY: "W3C trace context",
     "x-request-id": "what the answer repeats",
 }

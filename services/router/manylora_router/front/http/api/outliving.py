@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from manylora_shared.errors import InvalidRequest
-from manylora_shared.metadata import IDEMPOTENCY_KEY, KEEP_KEY
+from manylora_shared.metadata import IDEMPOTENCY_KEY, KEEP_KEY, LAST_EVENT_ID
 
-from manylora_router.front.http.exchange import LAST_EVENT_ID, EventIds, Exchange
+from manylora_router.front.http.exchange import EventIds, Exchange
 from manylora_router.front.kept_answers import KEY_KEEP_S, KeptAnswers
 from manylora_router.guard.admission import MAX_KEEP_S, RequestInput
 
