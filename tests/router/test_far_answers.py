@@ -148,6 +148,25 @@ def test_a_kept_answer_is_gone_on_with_at_another_router_without_its_tokens() ->
     simulate(test, script=SLOW)
 
 
+def test_a_router_that_stops_hands_over_what_it_reads_from_another() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        async with second_router(cluster) as app:
+            first = asyncio.create_task(cluster.ask(text_request(max_tokens=100), idempotency_key="k"))
+            await until(lambda: executed(cluster) == 1)
+            request = text_request(max_tokens=100, resumable=True)
+            reading = asyncio.create_task(Other(cluster, app).ask(request, idempotency_key="k"))
+            await asyncio.sleep(0.2)
+            await app.stop(30.0)
+            cut = await reading
+            assert cut.error is not None
+            assert (cut.error.code, cut.error.label) == (Code.UNAVAILABLE, "draining")
+            assert cut.text == TEXT[: len(cut.text)] != ""
+            assert not first.done()
+            assert (await first).text == TEXT[:100]
+
+    simulate(test, script=SLOW)
+
+
 def test_an_answer_is_told_to_services_of_the_cluster_alone() -> None:
     async def test(cluster: RouterCluster) -> None:
         answer = await cluster.ask(text_request(), idempotency_key="k")

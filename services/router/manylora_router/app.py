@@ -406,7 +406,10 @@ class RouterApp:
         until = asyncio.get_running_loop().time() + grace_s
         if self._server is not None:
             self._server.set_serving(False)
-            self.calls.drain(hands_over=any(name != self.router_id for name in self.directory.routers))
+            has_others = any(name != self.router_id for name in self.directory.routers)
+            self.calls.drain(hands_over=has_others)
+            if has_others:
+                self.outliving.far.hand_over()
             await self._empty(until)
             if self.calls.live:
                 self.calls.drain(hands_over=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
 
 from manylora.v1 import answers_pb2, inference_pb2
 from manylora_shared.coordination.peers import PeerSecret, guarded
@@ -18,6 +20,7 @@ from manylora_router.front.intake import Intake
 from manylora_router.front.kept_answers import KeptAnswers
 from manylora_router.guard.admission import RequestInput
 from manylora_router.links.directory import Directory
+from manylora_router.request.call import draining
 from manylora_router.request.frames import Frame
 
 ASKING = 64  # calls that seek their answer at the other routers
@@ -28,6 +31,12 @@ _SERVICE = answers_pb2.DESCRIPTOR.services_by_name["AnswerService"]
 _READ = methods_of(_SERVICE)["ReadAnswer"]
 
 
+@dataclass(frozen=True)
+class Asked:
+    message: answers_pb2.ReadAnswerRequest
+    is_resumable: bool
+
+
 class FarAnswer:
     """`close` it."""
 
@@ -36,6 +45,8 @@ class FarAnswer:
         self._stream = stream
         self._router_id = router_id
         self._is_there = is_there
+        self.when_closed: Callable[[], None] = lambda: None
+        self._is_handed_over = False
         self._reading: asyncio.Future[answers_pb2.ReadAnswerResponse | None] | None = None
 
     async def found(self) -> None:
@@ -51,7 +62,13 @@ class FarAnswer:
         while (message := await self._next()) is not None:
             yield frame_of(message.frame, message.prompt.ids)
 
+    def hand_over(self) -> None:
+        """Its caller goes on at another router, as this one stops."""
+        self._is_handed_over = True
+        self._stream.cancel()
+
     async def close(self) -> None:
+        self.when_closed()
         self._stream.cancel()
         if self._reading is not None:
             self._reading.cancel()
@@ -70,6 +87,8 @@ class FarAnswer:
             raise self._told(e) from None
 
     def _told(self, error: RpcError) -> ManyloraError:
+        if self._is_handed_over:
+            return draining()
         kind = _KINDS.get(error.label)
         if kind is None or kind.code is not error.code:
             return self._lost() if error.code in (Code.UNAVAILABLE, Code.CANCELLED) else error
@@ -87,8 +106,14 @@ class FarAnswers:
         self._directory = directory
         self._peers = peers
         self._asking = Places(ASKING, kept=_ASKING_KEPT, few=2)
+        self._resumable: dict[FarAnswer, None] = {}
 
-    async def open(self, router: RouterRecord, asked: answers_pb2.ReadAnswerRequest) -> FarAnswer:
+    def hand_over(self) -> None:
+        """What is read for callers who can go on elsewhere."""
+        for answer in list(self._resumable):
+            answer.hand_over()
+
+    async def open(self, router: RouterRecord, asked: Asked) -> FarAnswer:
         """Raises as FarAnswer.found."""
         channel = self._peers.connect(router.address)
 
@@ -96,7 +121,10 @@ class FarAnswers:
             known = self._directory.routers.get(router.router_id)
             return known is not None and known.started_unix_s == router.started_unix_s
 
-        answer = FarAnswer(channel, channel.stream(_READ, asked), router.router_id, is_there)
+        answer = FarAnswer(channel, channel.stream(_READ, asked.message), router.router_id, is_there)
+        if asked.is_resumable:
+            self._resumable[answer] = None
+            answer.when_closed = partial(self._resumable.pop, answer, None)
         try:
             await answer.found()
         except BaseException:
@@ -104,14 +132,14 @@ class FarAnswers:
             raise
         return answer
 
-    async def seek(self, asked: answers_pb2.ReadAnswerRequest, field: str) -> FarAnswer:
+    async def seek(self, asked: Asked, field: str) -> FarAnswer:
         """At all other routers, by the id that the caller gave in that field.
 
         Raises NotFound, ServiceUnavailable where a router that may have it does not answer, or Overloaded where the
         tenant seeks too many at once.
         """
         silent: list[str] = []
-        with self._asking.held(f"tenant {asked.tenant_id} for other routers' answers"):
+        with self._asking.held(f"tenant {asked.message.tenant_id} for other routers' answers"):
             for router_id, router in sorted(self._directory.routers.items()):
                 if router_id == self._router_id:
                     continue
@@ -160,9 +188,9 @@ class AnswerServicer:
                 yield told
 
 
-def asked_of(tenant: str, request: RequestInput, request_id: str) -> answers_pb2.ReadAnswerRequest:
+def asked_of(tenant: str, request: RequestInput, request_id: str) -> Asked:
     resume = request.resume
-    return answers_pb2.ReadAnswerRequest(
+    message = answers_pb2.ReadAnswerRequest(
         tenant_id=tenant,
         request_id=request_id,
         idempotency_key=request.idempotency_key,
@@ -174,6 +202,7 @@ def asked_of(tenant: str, request: RequestInput, request_id: str) -> answers_pb2
             for token_ids, characters in (resume.emitted if resume is not None else ())
         ],
     )
+    return Asked(message, request.is_resumable)
 
 
 def _kinds(kind: type[ManyloraError]) -> Iterator[type[ManyloraError]]:

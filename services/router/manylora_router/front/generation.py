@@ -7,12 +7,11 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 
-from manylora.v1.answers_pb2 import ReadAnswerRequest
 from manylora_shared.errors import AnswerLost, ManyloraError, NotFound, ServiceUnavailable
 from manylora_shared.metadata import LAST_EVENT_ID
 from manylora_shared.telemetry import Attribute
 
-from manylora_router.front.far_answers import FarAnswer, FarAnswers, asked_of
+from manylora_router.front.far_answers import Asked, FarAnswer, FarAnswers, asked_of
 from manylora_router.front.intake import Intake
 from manylora_router.front.kept_answers import KeptAnswer, KeptAnswers
 from manylora_router.guard import resume_tokens
@@ -90,7 +89,7 @@ async def _reading(
 async def _begin(
     tenant: str,
     request: RequestInput,
-    asked: ReadAnswerRequest,
+    asked: Asked,
     intake: Intake,
     calls: Calls,
     outliving: Outliving,
