@@ -19,6 +19,8 @@ pytestmark = pytest.mark.kernels
 
 SHAPES = [(64, 128), (7, 192), (130, 1040), (96, 2048)]
 """(out, in): one tile; less than one of outputs; no multiple of one, inputs of 16; inputs that are split."""
+REAL = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
+"""Of Llama-3.1-8B: many programs share a processor."""
 WHOLE = 1 << 20  # a group of all inputs
 TOLERANCE = 1e-2
 
@@ -85,6 +87,23 @@ def test_splits_cover_the_inputs_once(rows: int, tiles: int, k: int) -> None:
     assert (splits - 1) * k_of_split < k <= splits * k_of_split
     assert 1 <= splits <= 4
     assert k_of_split % 128 == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group_size", [WHOLE, 128])
+@pytest.mark.parametrize("shape", REAL, ids=str)
+def test_products_of_a_real_shape_again_and_again(shape: tuple[int, int], group_size: int) -> None:
+    if INTERPRETED:
+        pytest.skip("TRITON_INTERPRET is set")
+    torch.manual_seed(7)
+    weight = weight_of(shape, group_size, "cuda")
+    whole = weight.dequantized(torch.float32)
+    for num_rows in (1, 17, 33, 64, 100, 128, 256):
+        x = torch.randn(num_rows, shape[1], device="cuda").bfloat16()
+        expected = x.float() @ whole.T
+        for _ in range(20):
+            worst = (fp8_product.product(x, weight, None, pdl=False).float().sum(0) - expected).abs().max()
+            assert float(worst / expected.abs().max()) <= TOLERANCE
 
 
 @pytest.mark.gpu
