@@ -92,6 +92,7 @@ DISTRIBUTIONS = {
     "huggingface_hub": "huggingface-hub",
     "opentelemetry": "opentelemetry-sdk",
     "prometheus_client": "prometheus-client",
+    "nats": "nats-py",
     "yaml": "pyyaml",
 }
 """Where the name to import is not the name to install."""
@@ -99,6 +100,7 @@ OWN_EXTRAS = {
     "services/worker/manylora_worker/models/cuda/kernels": "cuda",
     "shared/manylora/load": "load",
     "shared/manylora_shared/encryption/aws_kms.py": "aws",
+    "shared/manylora_shared/ledger_sinks/jetstream.py": "nats",
     "shared/manylora_shared/ledger_sinks/postgres.py": "postgresql",
     "shared/manylora_shared/parquet": "parquet",
 }

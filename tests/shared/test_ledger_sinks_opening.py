@@ -3,6 +3,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import manylora_shared.ledger_sinks
 import pytest
 from ledger_sinks import rows_of
 from manylora_shared.ledger.usage import Query
@@ -47,14 +48,21 @@ def test_a_connection_string_is_named_and_never_given(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize(
     ("place", "module", "extra"),
-    [("parquet:usage", "pyarrow", "parquet"), ("postgresql:env:LEDGER_DSN", "psycopg", "postgresql")],
+    [
+        ("parquet:usage", "pyarrow", "parquet"),
+        ("postgresql:env:LEDGER_DSN", "psycopg", "postgresql"),
+        ("sqlite:usage.sqlite", "nats", "nats"),
+    ],
 )
 def test_a_package_that_is_missing_is_named(
     place: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.startswith(("manylora_shared.parquet.", f"{module}."))]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "manylora_shared.ledger_sinks.postgres", raising=False)
+    for name in ("postgres", "jetstream"):
+        monkeypatch.delitem(sys.modules, f"manylora_shared.ledger_sinks.{name}", raising=False)
+        monkeypatch.delattr(manylora_shared.ledger_sinks, name, raising=False)
+    monkeypatch.setenv("NATS_URL", "nats://host")
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ValueError, match=rf"needs {module}: pip install 'manylora\[{extra}\]'"):
-        open_sink(place)
+    with pytest.raises(ValueError, match=rf"needs {module}(-py)?: pip install 'manylora\[{extra}\]'"):
+        open_sink(place, "nats:env:NATS_URL" if module == "nats" else "")

@@ -116,6 +116,7 @@ async def build(config: RouterConfig, parts: Parts) -> RouterApp:
             max_mb=config.ledger_max_mb,
             when_full=config.ledger_when_full,
             keys=keyring,
+            via=config.ledger_via,
             getrandbits=parts.rng.getrandbits,
         ),
     )

@@ -58,6 +58,11 @@ class RouterConfig(SealingSettings):
         "where usage is kept: sqlite:FILE, of the routers of one machine; parquet:FOLDER, which routers share; "
         "postgresql:env:NAME, :file:PATH or :vault:PATH#FIELD, where the connection string is; empty: nowhere",
     )
+    ledger_via: str = setting(
+        "",
+        "what brings rows there: nats:env:NAME, nats:file:PATH or nats:vault:PATH#FIELD, where JetStream's URL is, and "
+        "`manylora usage forward` at its other end; empty: this router does",
+    )
     ledger_log: str = setting(
         "", "folder of the ledger's log on this machine; empty: `ledger-log` beside the file or folder"
     )

@@ -26,6 +26,7 @@ def ledger_of(
     when_full: WhenFull,
     getrandbits: Callable[[int], int],
     keys: SealingKeys | None = None,
+    via: str = "",
 ) -> Callable[[str, Callable[[str], Served]], Ledger] | None:
     """keys: what seals the log, and names in rows; None: nothing is sealed.
 
@@ -33,7 +34,7 @@ def ledger_of(
     """
     if not place:
         return None
-    sink = SealedSink(open_sink(place), NameSeal(keys))
+    sink = SealedSink(open_sink(place, via), NameSeal(keys))
     root = Path(log) if log else log_folder(place)
     if root is None:
         raise ValueError(f"--ledger-log: must be given beside --ledger={place}")

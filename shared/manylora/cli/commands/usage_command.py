@@ -89,6 +89,27 @@ def usage_report(
     run(usage_report.report(connect(server, key), month, tenant, to_csv=to_csv, html=html), as_json=False)
 
 
+@usage_app.command("forward")
+def usage_forward(
+    source: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            metavar="NATS",
+            help="Where routers send rows (--ledger-via): nats:env:NAME, nats:file:PATH or nats:vault:PATH#FIELD.",
+        ),
+    ],
+    to: Annotated[
+        str, typer.Option("--to", metavar="PLACE", help="Where they are kept, as the routers' --ledger has it.")
+    ],
+    until_empty: Annotated[bool, typer.Option("--until-empty", help="End when nothing waits.")] = False,
+) -> None:
+    """Bring rows from JetStream to where they are kept; runs near that place, until it is told to end."""
+    from manylora.reports import usage_forward
+
+    run(usage_forward.forward(source, to, until_empty=until_empty), as_json=False)
+
+
 @usage_app.command("reconcile")
 def usage_reconcile(
     tenant: Tenant = "",
