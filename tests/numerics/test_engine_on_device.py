@@ -155,6 +155,60 @@ def test_drawn_tokens_are_those_of_the_cpu(family_of: FamilyOf, tmp_path: Path) 
         assert drawn[1][1][request_id] == pytest.approx(expected, abs=1e-3)
 
 
+def test_a_step_without_memory_ends_its_requests_alone(family_of: FamilyOf, tmp_path: Path) -> None:
+    from manylora_worker.models.cuda.runner import DeviceModelRunner  # needs Triton, which is where a GPU is
+
+    family = family_of("llama")
+    settings = WorkerConfig(
+        model=str(family.folder), threads=1, adapter_store=tmp_path, device="cuda", dtype="float32", num_blocks=100,
+        host_kv_mb=0, sequence_slots=4, max_batch_tokens=64,
+    )  # fmt: skip
+    parts = build_engine(settings)
+    limits = EngineLimits(
+        planner=PlannerLimits(max_batch_tokens=64, prefill_chunk_tokens=64, sequence_slots=4),
+        adapters=AdapterCacheLimits(host_bytes=1 << 20, device_bytes=1 << 20),
+        max_requests=10,
+    )
+    core = EngineCore(parts.runner, parts.backend, limits)
+    run_layers = DeviceModelRunner._run_layers
+
+    def run_out(runner: DeviceModelRunner, *arguments: Any) -> None:
+        run_layers(runner, *arguments)
+        torch.empty(1 << 42, device="cuda")
+
+    def outputs_of(name: str) -> tuple[list[int], list[str]]:
+        core.add(
+            EngineRequest(
+                RequestId(name), TenantId("t"), QosClass("batch"), None, prompt, MAX_TOKENS,
+                Sampling(seed=0, temperature=0.0),
+            ),
+            now=0.0,
+        )  # fmt: skip
+        tokens: list[int] = []
+        messages: list[str] = []
+        while core.has_work():
+            for output in core.step(now=0.0):
+                tokens += output.token_ids
+                messages += [output.message] if output.message else []
+            core.take_ended()
+            core.check_invariants()
+        return tokens, messages
+
+    prompt = tuple(random.Random(9).randrange(3, VOCAB_SIZE) for _ in range(40))
+    expected = family.reference.greedy(list(prompt), None, MAX_TOKENS)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DeviceModelRunner, "_run_layers", run_out)
+            tokens, messages = outputs_of("without")
+        assert tokens == []
+        assert len(messages) == 1
+        assert "the step failed: OutOfMemoryError" in messages[0]
+        assert core.stats().failed_steps >= 1
+        assert outputs_of("with") == (expected, [])
+    finally:
+        parts.backend.close()
+
+
 def test_garbage_does_not_spoil_a_capture(family_of: FamilyOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs of an engine that is gone lie in a cycle, and whoever may run the collector does so during a capture."""
     from manylora_worker.models.cuda.decoder import Decoder  # needs Triton, which is where a GPU is

@@ -29,11 +29,13 @@ def test_counts_grow_by_what_is_new_and_bytes_are_of_whole_blocks() -> None:
     assert telemetry.recorded_metrics() == {}, "nothing has happened"
     for preemptions, blocks_out in ((3, 2), (5, 2), (5, 7)):
         view.stats = view.stats._replace(
-            preemptions=preemptions, blocks_out=blocks_out, host_blocks_total=9, host_blocks_free=9 - blocks_out
-        )
+            preemptions=preemptions, blocks_out=blocks_out, host_blocks_total=9, host_blocks_free=9 - blocks_out,
+            failed_steps=blocks_out - 1,
+        )  # fmt: skip
         metrics.engine_changed()
     out = frozenset({(Attribute.DIRECTION, "out")})
     assert telemetry.recorded_metrics() == {
+        (Metrics.FAILED_STEPS, frozenset()): 6,
         (Metrics.PREEMPTIONS, frozenset()): 5,
         (Metrics.KV_SWAPPED_BYTES, out): 700,
         (Metrics.KV_HOST_BYTES, frozenset()): 700,

@@ -340,6 +340,12 @@ class Metrics:
         otlp="manylora.slots_used_ratio",
     )
     STEPS = Metric("engine_steps", "counter", "worker", "Forward passes", otlp="manylora.engine_steps")
+    FAILED_STEPS = _from_otlp(
+        "manylora.engine_failed_steps",
+        "counter",
+        "worker",
+        "Of these, those that failed, for want of memory or otherwise",
+    )
     PREEMPTIONS = _from_otlp("manylora.preemptions", "counter", "worker", "Of all tenants", name="manylora_preemptions")
     KV_EVICTIONS = _from_otlp("manylora.kv.evictions", "counter", "worker", "Of all tenants")
     GUESSED_TOKENS = _from_otlp(

@@ -48,6 +48,7 @@ class EngineMetrics:
         now, before, self._told = self._view.stats, self._told, self._view.stats
         count, out, back = self._telemetry.count, {Attribute.DIRECTION: "out"}, {Attribute.DIRECTION: "in"}
         for name, amount, attributes in (
+            (Metrics.FAILED_STEPS, now.failed_steps - before.failed_steps, None),
             (Metrics.PREEMPTIONS, now.preemptions - before.preemptions, None),
             (Metrics.KV_EVICTIONS, now.evictions - before.evictions, None),
             (Metrics.GUESSED_TOKENS, now.guessed_tokens - before.guessed_tokens, None),
