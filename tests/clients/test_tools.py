@@ -80,6 +80,25 @@ def test_the_model_calls_where_it_may(served: Served) -> None:
         assert after.choices[0].message.content
 
 
+def test_strict_tools_are_called_as_their_schemas_say(served: Served) -> None:
+    """By a model that may call, and that is so hot that it hardly knows what it has learnt."""
+    function = TOOLS[0]["function"]
+    strict: Any = [{"type": "function", "function": {**function, "strict": True}}]
+    schema = {**function["parameters"], "additionalProperties": False}
+    asked: dict[str, Any] = {"model": CALLS, "messages": MESSAGES, "max_tokens": 60}
+    with sync(served) as client:
+        cold: Any = client.chat.completions.create(**asked, tools=strict, temperature=0)
+        [call] = cold.choices[0].message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("capital", '{"of": "France"}')
+        hot: Any = client.chat.completions.create(**asked, tools=strict, temperature=1.8, n=8, seed=5)
+    calls = [call for choice in hot.choices for call in choice.message.tool_calls or ()]
+    assert calls
+    for call in calls:
+        jsonschema.validate(json.loads(call.function.arguments), schema)
+    for choice in hot.choices:
+        assert "<tool_call>" not in (choice.message.content or "") or choice.finish_reason == "length"
+
+
 @pytest.mark.parametrize(("choice", "names"), CHOICES)
 def test_calls_that_must_be(served: Served, choice: dict[str, Any], names: set[str]) -> None:
     """At temperature 1, from a model that never learned to call."""
