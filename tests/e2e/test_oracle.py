@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from manylora.local.cluster import ClusterOptions, LocalCluster
 
 from tests.numerics.adapters import Reference, recipes, save_adapter
 from tests.numerics.families import EACH_FAMILY, VOCAB_SIZE, make_model
+from tests.numerics.mixtures import OWN_PATTERNS, make_mixture
 
 TENANT = "oracle"
 MAX_TOKENS = 24
@@ -37,7 +39,6 @@ WORKER_FLAGS = (
     "--sequence-slots=8",
     "--max-batch-tokens=24",
     "--prefill-chunk-tokens=7",
-    f"--device-adapter-mb={DEVICE_ADAPTER_MB}",
     "--max-lora-rank=64",
 )
 
@@ -62,14 +63,46 @@ async def test_cluster_equals_peft(family: str, tmp_path: Path) -> None:
     for name, weights in COMPOSED.items():
         reference.compose(name, weights)
     expected = [reference.greedy(prompt, adapter, MAX_TOKENS) for adapter, prompt in requests]
+    await check_cluster(family, tmp_path, folders, requests, expected)
 
+
+@pytest.mark.wide
+@OWN_PATTERNS
+async def test_cluster_equals_peft_where_experts_are_adapted(tmp_path: Path) -> None:
+    mixture = make_mixture(tmp_path / "made")
+    (tmp_path / "made" / "tiny-qwen3_moe").rename(tmp_path / "model")
+    rng = random.Random(1)
+    requests = [
+        (adapter, [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice((1, 3, 8, 21, 40)))])
+        for _ in range(ROUNDS)
+        for adapter in (None, *mixture.adapters)
+    ]
+    expected = [mixture.references[adapter].greedy(prompt, adapter, MAX_TOKENS) for adapter, prompt in requests]
+    await check_cluster("tiny-qwen3_moe", tmp_path, mixture.adapters, requests, expected, device_adapter_mb=0.25)
+
+
+async def check_cluster(
+    family: str,
+    tmp_path: Path,
+    folders: Mapping[str, Path],
+    requests: Sequence[tuple[str | None, list[int]]],
+    expected: Sequence[list[int]],
+    *,
+    device_adapter_mb: float = DEVICE_ADAPTER_MB,
+) -> None:
+    rng = random.Random(family)
     options = ClusterOptions(
-        model=tmp_path / "model", model_name=family, data=tmp_path / "data", workers=1, worker_flags=WORKER_FLAGS
+        model=tmp_path / "model",
+        model_name=family,
+        data=tmp_path / "data",
+        workers=1,
+        worker_flags=(*WORKER_FLAGS, f"--device-adapter-mb={device_adapter_mb}"),
     )
     async with LocalCluster(options) as cluster, Client(cluster.router, tenant=TENANT) as client:
-        await client.tenants.apply(f"tenant_id: {TENANT}\nadapters: {{compose: {{mix: all-linear+rank-1:-0.7}}}}\n")
+        composes = "\nadapters: {compose: {mix: all-linear+rank-1:-0.7}}" if "rank-1" in folders else ""
+        await client.tenants.apply(f"tenant_id: {TENANT}{composes}\n")
         added = [await client.adapters.add(TENANT, name, folder) for name, folder in folders.items()]
-        assert sum(adapter.size_bytes for adapter in added) > 1.3 * DEVICE_ADAPTER_MB * 2**20, (
+        assert sum(adapter.size_bytes for adapter in added) > 1.3 * device_adapter_mb * 2**20, (
             "all fit: nothing is evicted"
         )
 

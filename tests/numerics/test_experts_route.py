@@ -21,22 +21,25 @@ def test_pairs_stand_by_expert_and_in_order(rows: int, there: int, count: int, t
     torch.manual_seed(rows)
     parts = torch.randn(2, rows, count)
     pairs, block_m = rows * top_k, 16
-    chosen = torch.full((pairs,), -1, dtype=torch.int32, device=device)
-    shares = torch.zeros(pairs, device=device)
-    route(
-        parts.to(device), chosen, shares, num_experts=count, top_k=top_k, normalizes=True,
-        num_rows=torch.tensor([there], dtype=torch.int32, device=device), lora=None, dtype=torch.float32, pdl=False,
-    )  # fmt: skip
-    wanted, experts = chosen_experts(parts.sum(0)[:there], top_k, normalizes=True)
-    assert torch.equal(chosen.cpu().view(rows, top_k)[:there].long(), experts)
-    assert (chosen.cpu().view(rows, top_k)[there:] == count).all()
-    torch.testing.assert_close(shares.cpu().view(rows, top_k)[:there], wanted)
 
     def buffer(length: int) -> torch.Tensor:
         return torch.full((length,), -1, dtype=torch.int32, device=device)
 
     tiles = buffer(most_tiles(pairs, count, block_m) * TILE_FIELDS).view(-1, TILE_FIELDS)
     groups = Groups(buffer(pairs), tiles, buffer(1), block_m)
+    chosen, shares = buffer(pairs), torch.zeros(pairs, device=device)
+    route(
+        parts.to(device), chosen, shares, groups, num_experts=count, top_k=top_k, normalizes=True,
+        num_rows=torch.tensor([there], dtype=torch.int32, device=device), lora=None, dtype=torch.float32, pdl=False,
+    )  # fmt: skip
+    wanted, experts = chosen_experts(parts.sum(0)[:there], top_k, normalizes=True)
+    assert torch.equal(chosen.cpu().view(rows, top_k)[:there].long(), experts)
+    assert (chosen.cpu().view(rows, top_k)[there:] == count).all()
+    torch.testing.assert_close(shares.cpu().view(rows, top_k)[:there], wanted)
+    if rows == 1:  # grouped already, in the order of its shares
+        assert groups.tiles[:top_k, :3].tolist() == [[i, 1, expert] for i, expert in enumerate(experts[0].tolist())]
+        assert groups.order.tolist() == list(range(top_k))
+        assert int(groups.count) == top_k
     group(chosen, groups, num_experts=count, pdl=False)
     flat = experts.flatten()
     order = torch.argsort(flat, stable=True)

@@ -63,3 +63,22 @@ def test_the_kinds_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scratch.packing(b"0") is packings[0]
     scratch.keep(b"2", packings[2])
     assert [scratch.packing(kind) for kind in (b"0", b"1", b"2")] == [packings[0], None, packings[2]]
+
+
+def test_few_kinds_with_very_many_matrices_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As adapters of experts have: each would take megabytes."""
+    monkeypatch.setattr(packing_module, "_KEPT_COPIES", 5)
+    scratch = Scratch()
+    packings = [Packing({}, (), torch.float32, [_copy()] * count) for count in (2, 3, 3, 9)]
+    for i, packing in enumerate(packings[:2]):
+        scratch.keep(b"%d" % i, packing)
+        scratch.keep(b"%d" % i, packing)
+    assert scratch.packing(b"0") is packings[0]
+    scratch.keep(b"2", packings[2])
+    assert [scratch.packing(kind) for kind in (b"0", b"1", b"2")] == [packings[0], None, packings[2]]
+    scratch.keep(b"3", packings[3])
+    assert [scratch.packing(kind) for kind in (b"0", b"2", b"3")] == [None, None, packings[3]]
+
+
+def _copy() -> packing_module._Copy:
+    return packing_module._Copy(torch.float32, (1, 1), (1, 1), 0, 0, 1.0, True)

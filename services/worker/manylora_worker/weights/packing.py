@@ -31,6 +31,7 @@ from manylora_worker.weights.sites import Site
 
 _KEPT_SCRATCH_BYTES = 256 << 20
 _KEPT_PACKINGS = 64  # a thread's; each takes some hundred bytes a matrix
+_KEPT_COPIES = 1 << 17  # of matrices, in all of them: adapters of experts have tens of thousands each
 
 
 class StoredMatrix(NamedTuple):
@@ -182,6 +183,7 @@ class Scratch(threading.local):
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
         self._packings: OrderedDict[bytes, Packing] = OrderedDict()
+        self._kept_copies = 0
 
     def take(self, size_bytes: int) -> Tensor:
         """[size_bytes] uint8; the thread's next call gives it out again."""
@@ -199,9 +201,11 @@ class Scratch(threading.local):
         return packing
 
     def keep(self, kind: bytes, packing: Packing) -> None:
+        before = self._packings.get(kind)
+        self._kept_copies += len(packing.copies) - (0 if before is None else len(before.copies))
         self._packings[kind] = packing
-        if len(self._packings) > _KEPT_PACKINGS:
-            self._packings.popitem(last=False)
+        while len(self._packings) > _KEPT_PACKINGS or (self._kept_copies > _KEPT_COPIES and len(self._packings) > 1):
+            self._kept_copies -= len(self._packings.popitem(last=False)[1].copies)
 
 
 def kind_of(owner: TenantId | None, config: bytes, header: bytes, size_bytes: int) -> bytes:

@@ -103,14 +103,15 @@ class ExpertMlp:
         count, hidden, width = mlp.experts.down.shape
         pairs, top_k = x.shape[0] * mlp.top_k, mlp.top_k
         chosen, shares = self._chosen[:pairs], self._shares[:pairs]
-        route(
-            routed, chosen, shares, num_experts=count, top_k=top_k, normalizes=mlp.normalizes, num_rows=num_rows,
-            lora=router_lora, dtype=x.dtype, pdl=self._pdl,
-        )  # fmt: skip
         block_m = tile_pairs(pairs, count)
         tiles = self._tiles[: most_tiles(pairs, count, block_m) * TILE_FIELDS].view(-1, TILE_FIELDS)
         groups = Groups(self._order[:pairs], tiles, self._count, block_m)
-        group(chosen, groups, num_experts=count, pdl=self._pdl)
+        route(
+            routed, chosen, shares, groups, num_experts=count, top_k=top_k, normalizes=mlp.normalizes,
+            num_rows=num_rows, lora=router_lora, dtype=x.dtype, pdl=self._pdl,
+        )  # fmt: skip
+        if x.shape[0] > 1:
+            group(chosen, groups, num_experts=count, pdl=self._pdl)
         gated = self._gated[: pairs * width].view(pairs, width)
         both = self._both[: pairs * 2 * width].view(pairs, 2 * width)
         outputs = self._both[: pairs * hidden].view(pairs, hidden)

@@ -50,20 +50,28 @@ class ExpertFields:
 
     def words(self, placed: PlacedSite, block_elements: int) -> Iterator[tuple[int, int]]:
         """Field and word of an adapter's entry, of what is the same wherever it stands."""
-        a_size, b_size = _sizes(placed)
+        a_experts, b_experts = self._experts_a_group(placed, block_elements)
         yield RANK_FIELD, placed.slots[0][2] - placed.slots[0][1]
-        yield A_EXPERTS_FIELD, max(1, block_elements // a_size)
-        yield B_EXPERTS_FIELD, max(1, block_elements // b_size)
+        yield A_EXPERTS_FIELD, a_experts
+        yield B_EXPERTS_FIELD, b_experts
 
     def pieces(self, placed: PlacedSite, block_elements: int) -> Iterator[tuple[int, int, int]]:
         """Start and length in the host's buffer, and the field of its offset, of each group."""
         starts = (placed.a.start, placed.slots[0][3].start)
         firsts = (FIRST_GROUP_FIELD, FIRST_GROUP_FIELD + self.a_groups)
-        for start, size, first_field in zip(starts, _sizes(placed), firsts, strict=True):
-            per_group = max(1, block_elements // size)
+        groups = self._experts_a_group(placed, block_elements)
+        for start, size, first_field, per_group in zip(starts, _sizes(placed), firsts, groups, strict=True):
             for group, expert in enumerate(range(0, placed.experts, per_group)):
                 length = min(per_group, placed.experts - expert) * size
                 yield start + expert * size, length, first_field + group
+
+    def _experts_a_group(self, placed: PlacedSite, block_elements: int) -> tuple[int, int]:
+        """As few as there are fields for: small groups leave little of a block."""
+        a, b = (
+            max(1, min(block_elements // size, -(-placed.experts // groups)))
+            for size, groups in zip(_sizes(placed), (self.a_groups, self.b_groups), strict=True)
+        )
+        return a, b
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,26 @@ _PAIRS_AT_ONCE = 1024
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
+@dataclass(frozen=True)
+class Groups:
+    """Of pairs by expert. order: int32 [pairs]. tiles: int32 [tiles, TILE_FIELDS]: first place in `order`, pairs,
+    expert. count: int32 [1], of tiles.
+    """
+
+    order: Tensor
+    tiles: Tensor
+    count: Tensor
+    block_m: int  # pairs of a tile at most
+
+
 @triton.jit
 def _route_kernel(
-    product_ptr, experts_ptr, shares_ptr, num_rows_ptr, row_adapters_ptr, low_rank_ptr, weights_ptr, sites_ptr,
+    product_ptr, experts_ptr, shares_ptr, order_ptr, tiles_ptr, count_ptr, num_rows_ptr, row_adapters_ptr,
+    low_rank_ptr, weights_ptr, sites_ptr,
     stride_part, stride_low_rank, stride_split, stride_site, E: tl.constexpr, BLOCK_E: tl.constexpr,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, NORMALIZES: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr,
-    HAS_LORA: tl.constexpr, CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+    HAS_LORA: tl.constexpr, CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr,
+    IS_ALONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK_E)
@@ -37,6 +51,8 @@ def _route_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if row >= tl.load(num_rows_ptr):
         tl.store(experts_ptr + out, tl.full((BLOCK_K,), E, tl.int32), mask=ks < TOP_K)
+        if IS_ALONE:
+            tl.store(count_ptr, 0)
         return
     logits = load_product(product_ptr + row.to(tl.int64) * E + columns, stride_part, mask, PARTS)
     if HAS_LORA:
@@ -63,12 +79,19 @@ def _route_kernel(
         shares = shares / tl.sum(shares, 0)
     tl.store(experts_ptr + out, experts, mask=ks < TOP_K)
     tl.store(shares_ptr + out, shares, mask=ks < TOP_K)
+    if IS_ALONE:  # each pair is a tile
+        tl.store(count_ptr, TOP_K)
+        tl.store(order_ptr + ks, ks, mask=ks < TOP_K)
+        tl.store(tiles_ptr + ks * 4, ks, mask=ks < TOP_K)
+        tl.store(tiles_ptr + ks * 4 + 1, tl.full((BLOCK_K,), 1, tl.int32), mask=ks < TOP_K)
+        tl.store(tiles_ptr + ks * 4 + 2, experts, mask=ks < TOP_K)
 
 
 def route(
     product: Tensor,
     experts: Tensor,
     shares: Tensor,
+    groups: Groups,
     *,
     num_experts: int,
     top_k: int,
@@ -82,28 +105,19 @@ def route(
     product: [parts, rows, experts], the router's, from gemm.linear.
     experts: int32 [rows * top_k], written; `num_experts` where there is no row.
     shares: float32 [rows * top_k], written.
+    groups: written where there is one row; else by `group`.
     lora: of the router.
     dtype: the model's.
     """
     rows = product.shape[1]
     _route_kernel[(rows,)](
-        product, experts, shares, num_rows, **expand_arguments(lora, num_rows), stride_part=product.stride(0),
+        product, experts, shares, groups.order, groups.tiles, groups.count, num_rows,
+        **expand_arguments(lora, num_rows), stride_part=product.stride(0),
         E=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), TOP_K=top_k, BLOCK_K=triton.next_power_of_2(top_k),
-        NORMALIZES=normalizes, PARTS=product.shape[0], DTYPE=_TRITON_DTYPES[dtype], PDL=pdl, num_warps=1,
+        NORMALIZES=normalizes, PARTS=product.shape[0], DTYPE=_TRITON_DTYPES[dtype],
+        IS_ALONE=rows == 1, PDL=pdl, num_warps=1,
         launch_pdl=pdl,
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Of pairs by expert. order: int32 [pairs]. tiles: int32 [tiles, TILE_FIELDS]: first place in `order`, pairs,
-    expert. count: int32 [1], of tiles.
-    """
-
-    order: Tensor
-    tiles: Tensor
-    count: Tensor
-    block_m: int  # pairs of a tile at most
 
 
 def most_tiles(pairs: int, num_experts: int, block_m: int) -> int:
