@@ -10,6 +10,7 @@ The models are shapes with random weights (no download). One JSON line a case:
     decode-distinct   every row has its own, up to 64 of them
     mixed-rank        as decode-distinct, with ranks 8, 16, 32, 64 in turn
     decode-composed   rows of two adapters each, and rows with one of their ranks together
+    merged            rows of one adapter beside the base model and in its weights, and both ways there and back
     prefill           fresh prompts; fraction is of the matrix ceiling
     zipf-1000, loads, churn, chunk, base-only, constrained    traffic through the whole engine, see engine_traffic.py
 
@@ -32,7 +33,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -291,6 +293,37 @@ class Bench:
         parts = self.adapters_of([rank] * 2 * count)
         self.decode("composed/pairs", rows, parts, parts_a_row=2)
 
+    def merge(self, rows: int) -> None:
+        """Rows of one adapter beside the base model, with it in the weights, and the base model's; both ways there and
+        back twice, and whether logits are the same bit for bit.
+        """
+        (adapter,) = self.adapters_of([self.options.rank])
+        batch = self.batch(rows, [])
+        fixed = StepBatch([replace(chunk, token_ids=[chunk.sequence_id]) for chunk in batch.chunks])
+        before, merged = self.runner.logits(fixed), []
+        self.decode("merged/beside", rows, [adapter])
+        for _ in range(2):
+            seconds, steps = self._timed(lambda: self.runner.merge_some(adapter.uid))
+            merged.append(self.runner.logits(fixed))
+            self.decode("merged/merged", rows, [])
+            back_s, _ = self._timed(self.runner.restore_some)
+            is_same = torch.equal(self.runner.logits(fixed), before)
+            self.print(
+                case="merged/ways", batch=rows, matrices=steps, there_s=seconds, back_s=back_s, same_base=is_same
+            )
+        self.decode("merged/base", rows, [])
+        differs = not torch.equal(merged[0], before)
+        self.print(case="merged/twice", batch=rows, same=torch.equal(*merged), differs_from_base=differs)
+
+    def _timed(self, some: Callable[[], bool]) -> tuple[float, int]:
+        """Seconds until all is done, and calls."""
+        torch.cuda.synchronize()
+        started, calls = time.perf_counter(), 1
+        while not some():
+            calls += 1
+        torch.cuda.synchronize()
+        return time.perf_counter() - started, calls
+
     def rank_of(self, adapter: HostAdapter) -> int:
         _, start, stop, _ = adapter.layout[0].slots[0]
         return stop - start
@@ -411,6 +444,8 @@ class Bench:
                     self.decode(case, rows, self.adapters_of([options.rank] * min(rows, options.adapters)))
                 elif case == "decode-composed":
                     self.compose(rows)
+                elif case == "merged":
+                    self.merge(rows)
                 elif case == "mixed-rank":
                     count = min(rows, options.adapters)
                     self.decode(case, rows, self.adapters_of([MIXED_RANKS[i % 4] for i in range(count)]))

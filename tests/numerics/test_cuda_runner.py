@@ -41,7 +41,7 @@ from manylora_worker.models.cuda.runner import DeviceLimits, DeviceModelRunner
 from manylora_worker.models.cuda.step_tables import StepTables
 from manylora_worker.models.decoder_weights import read_decoder
 
-from tests.numerics.interpreter import needs_interpreter
+from tests.numerics.interpreter import DEVICES, needs_interpreter
 from tests.numerics.reference_tiles import ReferenceTiles
 
 pytestmark = pytest.mark.kernels
@@ -110,6 +110,34 @@ def test_what_is_kept_for_steps_is_what_they_take(
     weights = read_decoder(loaded)
     assert weights is not None
     assert buffer_bytes(weights, loaded.dtype, max_rank=64, max_rows=1024, max_decode_rows=32) == taken
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_adapter_is_read_back_and_merged(family_of: FamilyOf, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into fused projections, slot by slot, of what lies in the arena's blocks; and out again bit for bit."""
+    monkeypatch.setattr(loader, "can_pack", lambda *_: False)
+    family = family_of("llama")
+    loaded, runner = make_device_runner(family, family.folder, device)
+    driver, prompts = Driver(runner), [[5, 9, 7], [11, 4]]  # type: ignore[arg-type]
+
+    def logits() -> torch.Tensor:
+        return driver.logits([Stream(prompt) for prompt in prompts]).cpu()
+
+    before = logits()
+    name = "patterns"
+    uid = put_device_adapter(runner, loaded, family.adapters[name])
+    adapter = read_adapter(family.adapters[name], loaded.adapter_base(), LIMITS).on(loaded.device)
+    pairs = list(zip(runner._adapters.read(uid).weights(), adapter.weights(), strict=True))
+    assert pairs
+    assert all(torch.equal(*pair) for pair in pairs)
+    while not runner.merge_some(uid):
+        pass
+    for row, prompt in zip(logits(), prompts, strict=True):
+        expected = family.reference.logits(prompt, name)[-1]
+        torch.testing.assert_close(row, expected, atol=TOLERANCE, rtol=0)
+    while not runner.restore_some():
+        pass
+    assert torch.equal(logits(), before)
 
 
 @pytest.mark.gpu

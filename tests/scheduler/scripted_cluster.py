@@ -40,6 +40,8 @@ class ScriptedWorker:
         self.slots = slots
         self.epochs: list[int] = []
         self.prefetched: list[str] = []
+        self.dedicated: list[tuple[str, str]] = []
+        """Adapter and tenant, as it was told; it obeys at once."""
         self.running: list[str] = []
         self.output_tokens = 0
         """Of acme's standard class, in all."""
@@ -69,6 +71,7 @@ class ScriptedWorker:
             sequence_slots=self.slots,
             max_lora_rank=8,
             pool=self.pool,
+            merge_problem="",
         )
         await store.put(keys.worker(self.worker_id), record.to_json())
 
@@ -83,7 +86,15 @@ class ScriptedWorker:
 
         async def read() -> None:
             async for command in requests:
-                self.prefetched.append(command.prefetch.adapter_uid)
+                if command.HasField("dedicate"):
+                    owner = command.dedicate
+                    self.dedicated.append((owner.adapter_uid, owner.tenant_id))
+                    told = worker_pb2.Dedication(
+                        adapter_uid=owner.adapter_uid, tenant_id=owner.tenant_id, is_ready=True
+                    )
+                    self._send(dedication=told)
+                else:
+                    self.prefetched.append(command.prefetch.adapter_uid)
 
         reader = asyncio.create_task(read())
         broken = asyncio.create_task(self.break_streams.wait())
@@ -125,6 +136,8 @@ class ScriptedWorker:
 
     def _report(self, *, snapshot: bool = False, **what: Any) -> worker_pb2.ControlReport:
         if snapshot:
+            uid, tenant_id = self.dedicated[-1] if self.dedicated else ("", "")
+            what["dedication"] = worker_pb2.Dedication(adapter_uid=uid, tenant_id=tenant_id, is_ready=True)
             what["setbacks"] = self.setbacks
             what["kv_block_bytes"] = KV_BLOCK_BYTES
             what["started"] = [

@@ -52,6 +52,17 @@ def test_owners_get_their_workers_and_one_stays_everybodys() -> None:
     assert pool.owners() == {"w0": None, "w1": None, "w2": None}
 
 
+def test_a_new_version_comes_in_the_place_of_the_one_before() -> None:
+    pool, after = Pool("w0", "w1", "w2"), Owner(AdapterUid("after"), ONE.tenant_id)
+    pool.settle({ONE: 2})
+    mine = {worker_id for worker_id, owner in pool.owners().items() if owner == ONE}
+    first = pool.look({after: 2})
+    assert len(first) == 2
+    assert first[0].owner == after
+    pool.settle({after: 2})
+    assert {worker_id for worker_id, owner in pool.owners().items() if owner == after} == mine
+
+
 def test_a_worker_that_has_the_adapter_comes_first_and_one_changes_at_a_time() -> None:
     pool = Pool("w0", "w1", "w2", "w3")
     pool.desk.report("w2", adapters={"one": Residency.DEVICE})

@@ -24,6 +24,12 @@ def looked(signals: PoolSignals, times: int, **what: float) -> Signals:
     return found[-1]
 
 
+@given(st.integers(0, 5), RATES)
+def test_who_is_dedicated_is_not_scaled_away(dedicated: int, rate: float) -> None:
+    found = looked(PoolSignals(), 5, workers=dedicated + 1, dedicated=dedicated, wanted_tps=rate, done_tps=rate)
+    assert found.workers_wanted >= dedicated + 1
+
+
 @given(RATES, st.integers(1, 50))
 def test_what_does_not_change_is_predicted_as_it_is(rate: float, times: int) -> None:
     trend = Trend()

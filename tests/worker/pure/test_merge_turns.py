@@ -12,7 +12,8 @@ from manylora_sim.fake_runner import AheadFakeRunner, FakeAdapterBackend, FakeRu
 from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.adapters.pins import Pin
 from manylora_worker.engine.core import EngineCore, EngineLimits
-from manylora_worker.kinds.api import AdapterTier, EngineRequest, Sampling
+from manylora_worker.engine.merge_turns import Merging
+from manylora_worker.kinds.api import AdapterTier, EngineRequest, ModelRunner, Sampling
 from manylora_worker.memory.prefix_cache import PrefixKeys, PrefixOptions
 from manylora_worker.planning.step_planner import PlannerLimits
 
@@ -97,6 +98,8 @@ def test_one_that_cannot_be_merged_leaves_the_base() -> None:
     assert rig.ask(ONE, None, TWO) == [0, 0, 0]
     rig.runner.merge_problem = "these weights are quantized"
     assert rig.set_merged(ONE) == rig.core.merge_problem == "these weights are quantized"
+    rig.core._merging = Merging(ModelRunner, rig.core._adapters)  # type: ignore[arg-type]  # one that cannot at all
+    assert "--tensor-parallel" in rig.set_merged(ONE)
 
 
 def test_adapters_stand_still_while_another_is_merged() -> None:

@@ -57,7 +57,12 @@ class CoreView:
 
     @property
     def num_serving(self) -> int:
-        return sum(worker.serving for worker in self._fleet.workers)
+        # Those that are dedicated, too.
+        return sum(worker.serving or worker.serves_owner for worker in self._fleet.workers)
+
+    @property
+    def num_dedicated(self) -> int:
+        return sum(worker.owner is not None and worker.connected for worker in self._fleet.workers)
 
     def is_queued(self, request_id: RequestId) -> bool:
         ticket = self._tickets.wanted.get(request_id)

@@ -62,14 +62,13 @@ class DedicationPlan:
             return []
         self._failed = {key: failure for key, failure in self._failed.items() if failure[0] > now}
         changes = self._given_up(wanted, workers, now)
-        left = {change.worker_id for change in changes}
         if not any(worker.serving for worker in workers):
             return changes or self._come_back(workers, now)
         self._lonely_since = None
+        if changes:
+            return [self._passed_on(change, wanted, workers) for change in changes[:1]] + changes[1:]
         is_changing = any(not w.serves_owner and not w.is_everybodys and w.connected for w in workers)
-        if not left and not is_changing:
-            changes += self._taken(wanted, workers)
-        return changes
+        return [] if is_changing else self._taken(wanted, workers)
 
     def _given_up(self, wanted: Mapping[Owner, int], workers: Collection[WorkerView], now: float) -> list[Change]:
         kept: dict[Owner, int] = {}
@@ -86,6 +85,17 @@ class DedicationPlan:
             else:
                 kept[owner] = kept.get(owner, 0) + 1
         return changes
+
+    def _passed_on(self, change: Change, wanted: Mapping[Owner, int], workers: Collection[WorkerView]) -> Change:
+        """A new version comes in the place of the one before, without a way back to everybody."""
+        (worker,) = [each for each in workers if each.worker_id == change.worker_id]
+        before = worker.owner
+        for owner, count in sorted(wanted.items()):
+            has_enough = sum(each.owner == owner for each in workers) >= count
+            is_next = before is not None and owner != before and owner.tenant_id == before.tenant_id
+            if is_next and worker.serves_owner and not has_enough and (worker.worker_id, owner) not in self._failed:
+                return Change(worker.worker_id, owner)
+        return change
 
     def _come_back(self, workers: Collection[WorkerView], now: float) -> list[Change]:
         if self._lonely_since is None:

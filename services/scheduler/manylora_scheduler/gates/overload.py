@@ -183,6 +183,7 @@ class OverloadGate:
         wanted, done = self._demand.rates(now)
         return Seen(
             workers=self._core_view.num_serving,
+            dedicated=self._core_view.num_dedicated,
             wanted_tps=wanted / OUTPUT_TOKEN_COST,
             done_tps=done / OUTPUT_TOKEN_COST,
             queued=self._book.num_queued,

@@ -50,6 +50,7 @@ class Seen:
     slots_part: float  # that is used
     kv_part: float  # that is used
     adapter_loads_part: float  # of late grants, those whose adapter had to be loaded
+    dedicated: int = 0  # workers that are one tenant's with one adapter; parts are of the others
 
 
 @dataclass(frozen=True)
@@ -90,14 +91,17 @@ class PoolSignals:
             self._per_worker_tps = found if not self._per_worker_tps else _mix(self._per_worker_tps, found, faded)
 
     def _wanted(self, seen: Seen, tps: float) -> int:
-        """At most twice what there are and one more: what is learned of these comes before the next."""
+        """At most twice what there are and one more: what is learned of these comes before the next.
+
+        At least those that are dedicated, and one for everybody.
+        """
         most = 2 * seen.workers + 1
         found = seen.workers
         if self._per_worker_tps:
             found = math.ceil(min(tps / (TARGET_LOAD * self._per_worker_tps), most) - 1e-9)
         if seen.queued and (seen.kv_part >= FULL or not seen.workers):
             found = max(found, seen.workers + 1)
-        return max(1, min(found, most))
+        return max(seen.dedicated + 1, min(found, most))
 
 
 def _mix(before: float, value: float, faded: float) -> float:

@@ -327,11 +327,20 @@ class DeviceModelRunner:
 
     def merge_some(self, uid: AdapterUid) -> bool:
         self._use_device()
-        return self._merged.merge_some(lambda: self._adapters.read(uid))
+        is_over = self._merged.merge_some(lambda: self._adapters.read(uid))
+        self._wait_written()
+        return is_over
 
     def restore_some(self) -> bool:
         self._use_device()
-        return self._merged.restore_some()
+        is_over = self._merged.restore_some()
+        self._wait_written()
+        return is_over
+
+    def _wait_written(self) -> None:
+        # Kernels read their first weights before the kernel ahead of them has ended.
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
 
     def forget_graphs(self) -> None:
         self._recordings.clear()
