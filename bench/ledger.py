@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -99,8 +99,7 @@ def rows(count: int) -> Iterator[tuple[UsageRow, UsageRow]]:
         )
         yield (
             opened,
-            replace(
-                opened,
+            opened._replace(
                 outcome="completed",
                 prompt_tokens=64,
                 completion_tokens=128,

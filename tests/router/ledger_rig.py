@@ -6,7 +6,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
@@ -138,7 +138,7 @@ class Router:
                         row = UsageRow(request_id=request_id, tenant=tenant, began_unix_s=1.0, outcome=LOST)
                         left.setdefault(request_id, row)
                     case ["n", _, [[request_id, _, _, tokens, *_]]] if request_id in left:
-                        left[request_id] = replace(left[request_id], completion_tokens=tokens)
+                        left[request_id] = left[request_id]._replace(completion_tokens=tokens)
                     case ["e", [str(request_id), *_]]:
                         ended.add(request_id)
                         left.pop(request_id, None)
@@ -154,7 +154,7 @@ class Router:
             path.write_bytes(data)
         self.log.abandon()
         return {
-            each: replace(row, outcome=LOST, completion_tokens=self.noted.get(each, (0, 0, 0))[2])
+            each: row._replace(outcome=LOST, completion_tokens=self.noted.get(each, (0, 0, 0))[2])
             for each, row in self.running.items()
         }
 
@@ -273,8 +273,7 @@ class Rig:
             request_id = (
                 self.rng.choice(list(router.running)) if len(router.running) < 50 else next(iter(router.running))
             )
-            row = replace(
-                router.running.pop(request_id),
+            row = router.running.pop(request_id)._replace(
                 outcome="completed",
                 prompt_tokens=self.rng.randrange(100),
                 completion_tokens=self.rng.randrange(100, 200),

@@ -3,7 +3,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -170,7 +169,7 @@ def test_its_thread_goes_on_when_the_sink_is_back(tmp_path: Path) -> None:
 
     sink = Away()
     router = Router(tmp_path, "router", sink)
-    shipper = Shipper(tmp_path, router.log, sink, LogSeals(None), lambda row: replace(row, price_nanos=5), "ship")
+    shipper = Shipper(tmp_path, router.log, sink, LogSeals(None), lambda row: row._replace(price_nanos=5), "ship")
     dead = Router(tmp_path, "dead", sink)
     dead.log.append(open_record(_row(7)))
     dead.log.abandon()

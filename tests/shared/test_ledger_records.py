@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ def _read(*written: Any) -> Replay:
 
 
 def test_an_end_is_the_row() -> None:
-    end = replace(_ROW, outcome="completed", prompt_tokens=5, completion_tokens=9)
+    end = _ROW._replace(outcome="completed", prompt_tokens=5, completion_tokens=9)
     replay = _read(open_record(_ROW), note_record(101.0, {"r": (5, 0, 3, 0, 0)}), end_record(end))
     assert (replay.take_ended(), replay.take_ended(), replay.lost()) == ([end], [], [])
 
@@ -27,7 +26,7 @@ def test_what_was_opened_and_not_ended_is_lost_with_its_last_note() -> None:
     assert (lost.outcome, lost.prompt_tokens, lost.cached_tokens, lost.completion_tokens) == (LOST, 5, 1, 3)
     assert (lost.reused_tokens, lost.resumes, lost.duration_ms, lost.ended_unix_s) == (2, 1, 1000.0, 101.0)
     (unnoted,) = _read(open_record(_ROW)).lost()
-    assert unnoted == replace(_ROW, outcome=LOST)
+    assert unnoted == _ROW._replace(outcome=LOST)
 
 
 def test_a_segment_begins_again_with_what_runs() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from ledger_sinks import check_sink, check_sums, rows_of
@@ -15,7 +14,7 @@ from tests.sealing_keys import MemoryKeys
 
 
 def _named(count: int) -> list[object]:
-    return [replace(row, key="k-of-acme", adapter="planted-name", trace_id="planted-trace") for row in rows_of(count)]
+    return [row._replace(key="k-of-acme", adapter="planted-name", trace_id="planted-trace") for row in rows_of(count)]
 
 
 def test_it_is_a_sink(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -23,7 +22,7 @@ def test_it_is_a_sink(tmp_path: Path) -> None:
 
 
 def test_small_files_become_one_while_others_read_and_write(tmp_path: Path) -> None:
-    rows = [replace(row, ended_unix_s=DAY + number % 7) for number, row in enumerate(rows_of(6 * MERGED))]
+    rows = [row._replace(ended_unix_s=DAY + number % 7) for number, row in enumerate(rows_of(6 * MERGED))]
     sink, done = ParquetSink(tmp_path), threading.Event()
     counts: list[int] = []
 

@@ -18,7 +18,7 @@ that sums are exact.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from itertools import pairwise
@@ -74,7 +74,7 @@ class PriceList:
         prices = self.at(row.ended_unix_s)
         if prices is None:
             return row
-        return replace(row, price_list=f"{self.name}@{prices.day}", price_nanos=prices.of(row))
+        return row._replace(price_list=f"{self.name}@{prices.day}", price_nanos=prices.of(row))
 
 
 NO_PRICES = PriceList("", "", ())

@@ -11,7 +11,7 @@ A segment begins with the opens and notes of all that ran when it began, so what
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from manylora_shared.ledger.row import COLUMNS, LOST, UsageRow
@@ -70,7 +70,7 @@ class Replay:
         if row is not None:
             noted: dict[str, Any] = dict(zip(NOTED, amounts, strict=False))
             took_ms = (now_unix_s - row.began_unix_s) * 1e3
-            self.running[request_id] = replace(row, **noted, ended_unix_s=now_unix_s, duration_ms=took_ms)
+            self.running[request_id] = row._replace(**noted, ended_unix_s=now_unix_s, duration_ms=took_ms)
 
     def take_ended(self) -> list[UsageRow]:
         taken, self.ended = self.ended, []
@@ -78,7 +78,7 @@ class Replay:
 
     def lost(self) -> list[UsageRow]:
         """Of what still ran, when nobody writes the log any more."""
-        return [replace(row, outcome=LOST) for row in self.running.values()]
+        return [row._replace(outcome=LOST) for row in self.running.values()]
 
 
 def replayed(records: Iterable[Any]) -> Replay:

@@ -4,10 +4,8 @@ columns, by these names; `qos_class` is shown as `class`.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from manylora_shared.ids import DEFAULT_POOL
 
@@ -16,8 +14,9 @@ SHOWN = {"qos_class": "class"}
 NANOS = 1_000_000_000  # of a unit of the price list's currency
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UsageRow:
+class UsageRow(NamedTuple):
+    """A tuple: a router makes, writes, reads and sends one for each request."""
+
     request_id: str
     tenant: str
     key: str = ""  # the API key's id; empty: a token's, or the router's own
@@ -59,25 +58,25 @@ class UsageRow:
 
     def values(self) -> tuple[Any, ...]:
         """In the order of COLUMNS."""
-        return tuple([getattr(self, name) for name in COLUMNS])
+        return self
 
     @staticmethod
     def of(columns: Sequence[str], values: Sequence[Any]) -> UsageRow:
         """Columns that this version does not know are left out, those that are missing have their defaults."""
-        given = dict(zip(columns, values, strict=True))
+        if len(columns) != len(values):
+            raise ValueError("a row of the ledger has not its columns")
         if columns == _LISTED:
-            return UsageRow(**given)
-        return UsageRow(**{name: KINDS[name](value) for name, value in given.items() if name in KINDS})
+            return UsageRow(*values)
+        given = zip(columns, values, strict=True)
+        return UsageRow(**{name: KINDS[name](value) for name, value in given if name in KINDS})
 
     def shown(self) -> dict[str, Any]:
         return shown(dict(zip(COLUMNS, self.values(), strict=True)))
 
 
-_FIELDS = dataclasses.fields(UsageRow)
-COLUMNS: tuple[str, ...] = tuple(field.name for field in _FIELDS)
+COLUMNS: tuple[str, ...] = UsageRow._fields
 _LISTED = list(COLUMNS)  # as a log's header has them
-_BY_NAME: Mapping[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
-KINDS: Mapping[str, type] = {field.name: _BY_NAME[str(field.type)] for field in _FIELDS}
+KINDS: Mapping[str, type] = {name: type(UsageRow._field_defaults.get(name, "")) for name in COLUMNS}
 # What sums are made of, in whole numbers.
 SUMMED: tuple[str, ...] = tuple(name for name, kind in KINDS.items() if kind is int and name != "choices")
 

@@ -6,7 +6,6 @@ Amounts, times and the tenant's name stay in the clear, so that sums need no key
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from manylora_shared.encryption.names import UNREADABLE, NameSeal
@@ -63,4 +62,4 @@ class SealedSink:
 
 
 def _with(row: UsageRow, texts: dict[str, Any]) -> UsageRow:
-    return replace(row, **texts)
+    return row._replace(**texts)
