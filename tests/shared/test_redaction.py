@@ -34,6 +34,20 @@ SECRET = "s3cr3t-" * 4
         f"mlk%2d{SECRET}",
         f"token eyJhbGciOiJSUzI1NiJ9.eyJzdWIiOiIxIn0.{SECRET}",
         f"cannot reach https://user:{SECRET}@models.internal/a",
+        f"{{'X-Vault-Token': '{SECRET}', 'x': 1}}",
+        f"Cookie: session={SECRET}; theme=dark",
+        f"(('set-cookie', 'a={SECRET}'),)",
+        f"connection failed: host=db user=u password={SECRET} dbname=usage",
+        f"""password = '{SECRET}'""",
+        f"{{'aws_secret_access_key': '{SECRET}'}}",
+        f"GET https://bucket/a?X-Amz-Credential={SECRET}&X-Amz-Signature={SECRET}&X-Amz-Security-Token={SECRET}",
+        f"https://models.internal/a?token={SECRET}",
+        f"https://models.internal/a?x=1&api_key={SECRET}&apikey={SECRET}",
+        f'{{"client_secret": "{SECRET}"}}',
+        f'{{\\"password\\": \\"{SECRET}\\"}}',
+        f"401 for hf_{SECRET}",
+        f"hvs.{SECRET} may not",
+        f"-----BEGIN EC PRIVATE KEY-----\n{SECRET}\n-----END EC PRIVATE KEY-----",
     ],
 )
 def test_secrets_are_removed(text: str) -> None:
@@ -50,6 +64,13 @@ def test_what_stands_beside_a_secret_stays() -> None:
     )
     plain = "adapter 0123abcd of tenant acme: the bearers of authorization differ (mlkit)"
     assert redaction.clean(plain, 1000) == plain
+    for harmless in (
+        "stop token: 128009",
+        "max_tokens=1024, token=17",
+        "a token: unreadable text",
+        "secret: is not given",
+    ):
+        assert redaction.clean(harmless, 1000) == harmless
     redaction.hide(SECRET)
     redaction.hide("")
     assert redaction.clean(f"a {SECRET}{SECRET} b", 1000) == f"a {REMOVED}{REMOVED} b"
@@ -72,6 +93,12 @@ def test_long_texts_keep_both_ends() -> None:
         "authorization, ",
         "\\'",
         "authorization:\\",
+        "token=",
+        "password\\'",
+        "secret \n",
+        "hf_",
+        "-----BEGIN PRIVATE KEY-----",
+        "-----BEGIN ",
     ],
 )
 def test_no_text_takes_long(piece: str) -> None:

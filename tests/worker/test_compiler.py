@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,47 @@ def test_a_mask_is_as_wide_as_the_vocabulary_also_where_32_divides_it() -> None:
         assert not matcher.error
         assert len(matcher.mask) == 4 * -(-size // 32)
         compiling.close()
+
+
+def test_tenants_take_turns() -> None:
+    """One that asks for many waits for itself."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow_words() -> Vocabulary:
+        begun.set()
+        assert go_on.wait(60)
+        return words()
+
+    order: list[str] = []
+    compiling = ConstraintCompiler(slow_words, lambda: None)
+    with_order = {
+        f"{tenant}{i}": compiling.compile(tenant, regex(f"{tenant}{i}"))
+        for tenant, count in ((ACME, 20), (ZOO, 2))
+        for i in range(count)
+    }
+    for name, future in with_order.items():
+        future.add_done_callback(lambda _, name=name: order.append(name))
+    assert with_order["acme19"].cancel()
+    assert begun.wait(60)
+    go_on.set()
+    for name, future in with_order.items():
+        if name != "acme19":
+            future.result(60)
+    assert {"zoo0", "zoo1"} <= set(order[:9]), order  # the first of acme's on each thread, and turns from there on
+    assert order[0] == "acme19"
+    compiling.close()
+
+
+def test_who_waits_when_it_is_closed_is_told() -> None:
+    go_on = threading.Event()
+
+    def slow_words() -> Vocabulary:
+        assert go_on.wait(60)
+        return words()
+
+    compiling = ConstraintCompiler(slow_words, lambda: None)
+    asked = [compiling.compile(ACME, regex(str(i))) for i in range(9)]
+    compiling.close()
+    go_on.set()
+    assert all(future.cancelled() or future.result(60) for future in asked)
+    assert asked[-1].cancelled()

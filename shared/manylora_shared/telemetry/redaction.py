@@ -10,13 +10,22 @@ _RAW_CHARS = 1 << 18  # a longer text loses its middle before it is searched
 # A name, what stands between it and its value in headers, tuples, mappings and gRPC's own classes, and the value: up
 # to its closing quote, or to the line's end where there is none.
 _NAMED = re.compile(
-    r"""(?P<before> (?: authorization | x-manylora-peer | x-api-key ) \\?['"]? \s* (?: [:=,] | => ) \s*
+    r"""(?P<before> (?: authorization | x-manylora-peer | x-api-key | x-vault-token | x-amz-security-token | cookie )
+        \\?['"]? \s* (?: [:=,] | => ) \s*
         (?: value \s* = \s* )? b? )
     (?: (?P<quote> \\?['"]) (?: (?!(?P=quote)) (?: \\. | . ) )* | [^'"\n]+ )""",
     re.DOTALL | re.VERBOSE | re.IGNORECASE,
 )
 _BEARER = re.compile(r"\bbearer(?:\s|%20|\+)+[^\s'\",;)\]}]+", re.IGNORECASE)
 _KEY = re.compile(r"mlk(?:-|%2d)(?:[0-9a-z_-]|%2d)*", re.IGNORECASE)
+# What forms, queries of addresses, connection strings and settings call their secrets: up to what ends a value there.
+_ASSIGNED = re.compile(
+    r"""(?P<before> (?: password | passwd | secret | secret_access_key | token | api_?key | signature | credential )
+        \\?['"]? \s* (?: = \s* \\?['"]? | : \s* \\?['"] ) )  [^\s&;,'"()\\\]}]{8,}""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_BY_FORM = re.compile(r"\b(?:hf_|hvs\.|glpat-|gh[a-z]_|github_pat_)[\w.-]{16,}")
+_PEM = re.compile(r"(-----BEGIN [A-Z ]{0,32}PRIVATE KEY-----).*?(?:-----END|\Z)", re.DOTALL)
 _WEB_TOKEN = re.compile(r"\beyJ[\w-]{6,}\.[\w-]+\.[\w-]*")
 _IN_ADDRESS = re.compile(r"(?<=://)[^/?#\s@'\"]{1,512}@")  # a user and password
 
@@ -44,4 +53,6 @@ class Redaction:
         text = _NAMED.sub(lambda found: found["before"] + (found["quote"] or "") + REMOVED, text)
         text = _BEARER.sub(f"Bearer {REMOVED}", text)
         text = _IN_ADDRESS.sub(f"{REMOVED}@", _WEB_TOKEN.sub(REMOVED, text))
+        text = _PEM.sub(rf"\1{REMOVED}", _BY_FORM.sub(REMOVED, text))
+        text = _ASSIGNED.sub(rf"\g<before>{REMOVED}", text)
         return shortened(_KEY.sub(f"mlk-{REMOVED}", text), limit)

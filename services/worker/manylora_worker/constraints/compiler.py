@@ -1,9 +1,11 @@
-"""Constraints to grammars over the model's vocabulary, compiled on threads of its own. Keeps a tenant's last ones."""
+"""Constraints to grammars over the model's vocabulary, compiled on threads of its own, in turns of their tenants. Keeps
+a tenant's last ones.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -56,6 +58,13 @@ class _Tenant:
         self.size_bytes = 0
 
 
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    constraint: Constraint
+    digest: bytes
+    future: Future[Compiled]
+
+
 class ConstraintCompiler:
     def __init__(self, load: Callable[[], Vocabulary], notify: Callable[[], None]) -> None:
         """load: called with the first constraint; raises OSError or ValueError. notify: from any thread, with masks."""
@@ -65,22 +74,46 @@ class ConstraintCompiler:
         self._tokenizer_lock = threading.Lock()
         self._tokenizer: tuple[LLTokenizer, Vocabulary] | None = None
         self._tenants: OrderedDict[TenantId, _Tenant] = OrderedDict()
+        self._waiting: dict[TenantId, deque[_Asked]] = {}  # the first one's turn is next
         self._compiling = DeepThreads(_COMPILE_THREADS, "constraint-compiler")
         self._masking = ThreadPoolExecutor(_MASK_THREADS, "constraint-masks")
 
     def compile(self, tenant_id: TenantId, constraint: Constraint) -> Future[Compiled]:
         """Its exceptions: InvalidRequest; Unready: the model has no tokenizer that can be read."""
         digest = constraint.digest
-        found = self._find(tenant_id, digest)
-        if found is None:
-            return self._compiling.submit(self._compile, tenant_id, constraint, digest)
         future: Future[Compiled] = Future()
-        future.set_result(found)
+        if (found := self._find(tenant_id, digest)) is not None:
+            future.set_result(found)
+            return future
+        with self._lock:
+            self._waiting.setdefault(tenant_id, deque()).append(_Asked(constraint, digest, future))
+        self._compiling.submit(self._take_turn)
         return future
 
     def close(self) -> None:
         for pool in (self._compiling, self._masking):
             pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            waiting = [asked for each in self._waiting.values() for asked in each]
+            self._waiting.clear()
+        for asked in waiting:
+            asked.future.cancel()
+
+    def _take_turn(self) -> None:
+        with self._lock:
+            if not self._waiting:  # closed
+                return
+            tenant_id, waiting = next(iter(self._waiting.items()))
+            del self._waiting[tenant_id]
+            asked = waiting.popleft()
+            if waiting:
+                self._waiting[tenant_id] = waiting
+        if not asked.future.set_running_or_notify_cancel():
+            return
+        try:
+            asked.future.set_result(self._compile(tenant_id, asked.constraint, asked.digest))
+        except BaseException as error:  # as an executor does: whoever waits has it
+            asked.future.set_exception(error)
 
     def _find(self, tenant_id: TenantId, digest: bytes) -> Compiled | None:
         with self._lock:
