@@ -102,6 +102,21 @@ def test_one_that_cannot_be_merged_leaves_the_base() -> None:
     assert "--tensor-parallel" in rig.set_merged(ONE)
 
 
+def test_what_nobody_foresaw_leaves_the_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, left = Rig(), [2]
+    merge_some = rig.runner.merge_some
+
+    def fail(uid: AdapterUid) -> bool:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyError("a bug")
+        return merge_some(uid)
+
+    monkeypatch.setattr(rig.runner, "merge_some", fail)
+    assert rig.set_merged(ONE) == "KeyError: 'a bug'"
+    assert rig.ask(ONE, None, TWO) == [0, 0, 0]
+
+
 def test_adapters_stand_still_while_another_is_merged() -> None:
     """What a load makes of the base model's weights would be made of others."""
     rig = Rig(load_s=0.05)

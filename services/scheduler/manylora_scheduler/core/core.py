@@ -158,6 +158,8 @@ class Core:
             case WorkerDedicated():
                 if (worker := self._fleet.get(event.worker_id)) is not None:
                     worker.told_owner = worker.told_owner._replace(problem="")
+                    if event.owner is not None:
+                        worker.merge_problem = ""
                     self._dedicate(worker, event.owner)
                     self._out.append(SendDedicate(worker.worker_id, event.owner))
             case WorkerLeft():
@@ -372,6 +374,7 @@ class Core:
     def _on_told_owner(self, worker: WorkerView, told: ToldOwner, *, is_first: bool) -> None:
         # What an earlier leader decided is taken over; an order that a broken stream lost is given again.
         worker.told_owner = told
+        worker.merge_problem = told.problem or worker.merge_problem
         if is_first and told.owner != worker.owner and worker.owner is not None:
             self._out.append(SendDedicate(worker.worker_id, worker.owner))
         elif is_first:

@@ -74,7 +74,8 @@ class WorkerView:
                  "_loads", "_max_sequences", "_output_tokens", "_prefetches", "_ranks",
                  "adapters", "address", "block_size", "can_merge",
                  "connected", "device", "draining", "granted", "has_reported",
-                 "held_by_tenant", "held_sequences", "kv_blocks_free", "kv_blocks_total", "max_context_tokens", "owner",
+                 "held_by_tenant", "held_sequences", "kv_blocks_free", "kv_blocks_total", "max_context_tokens",
+                 "merge_problem", "owner",
                  "place", "running", "running_sequences", "sequence_slots",
                  "standing", "told_owner", "worker_id")  # fmt: skip
 
@@ -91,6 +92,7 @@ class WorkerView:
         self.can_merge = False
         self.owner: Owner | None = None  # as it was decided; written by the core, as the next one
         self.told_owner: ToldOwner = TO_EVERYBODY
+        self.merge_problem = ""  # why it did not become its last owner's; for a status
         self.sequence_slots = 0
         self.running_sequences = 0
         self.kv_blocks_total = 0

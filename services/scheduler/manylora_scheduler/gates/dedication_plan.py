@@ -50,17 +50,13 @@ class DedicationPlan:
     def __init__(self, now: float) -> None:
         self._begun_at = now
         self._lonely_since: float | None = None
-        self._failed: dict[tuple[WorkerId, Owner], tuple[float, str]] = {}  # until when, and why
-
-    def problems(self) -> Mapping[Owner, str]:
-        """Why a worker did not become an owner's, lately."""
-        return {owner: f"{worker_id}: {problem}" for (worker_id, owner), (_, problem) in self._failed.items()}
+        self._failed: dict[tuple[WorkerId, Owner], float] = {}  # until when
 
     def look(self, wanted: Mapping[Owner, int], workers: Collection[WorkerView], now: float) -> list[Change]:
         """wanted: how many workers each owner is to have."""
         if now < self._begun_at + SETTLE_S and not all(worker.connected for worker in workers):
             return []
-        self._failed = {key: failure for key, failure in self._failed.items() if failure[0] > now}
+        self._failed = {key: until for key, until in self._failed.items() if until > now}
         changes = self._given_up(wanted, workers, now)
         if not any(worker.serving for worker in workers):
             return changes or self._come_back(workers, now)
@@ -79,7 +75,7 @@ class DedicationPlan:
                 continue
             has_failed = told.owner is None and told.is_ready and bool(told.problem)
             if has_failed:
-                self._failed[worker.worker_id, owner] = now + RETRY_S, told.problem
+                self._failed[worker.worker_id, owner] = now + RETRY_S
             if has_failed or kept.get(owner, 0) >= wanted.get(owner, 0):
                 changes.append(Change(worker.worker_id, None))
             else:

@@ -384,7 +384,7 @@ def worker_status(view: WorkerView, told: Told, kv_blocks: Mapping[TenantId, int
         dedicated_tenant=owner.tenant_id if owner is not None else "",
         dedicated_version=digest_of(owner.adapter_uid) if owner is not None else "",
         is_changing=view.connected and not (view.is_everybodys or view.serves_owner or view.draining),
-        merge_problem=view.told_owner.problem,
+        merge_problem=view.merge_problem,
     )
 
 

@@ -106,7 +106,7 @@ class Merging:
         uid, _ = self._wanted
         try:
             is_written = self._runner.merge_some(uid)
-        except (MergeRefused, RuntimeError, MemoryError) as error:  # there may be no memory for what is kept
+        except Exception as error:  # whatever it is, no memory for what is kept as a rule, the base model comes back
             self._problem = str(error) if isinstance(error, MergeRefused) else f"{type(error).__name__}: {error}"
             self._adapters.release(HOLDER, now)
             self.phase = Phase.RESTORING

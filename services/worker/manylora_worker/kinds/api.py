@@ -313,8 +313,8 @@ class MergingRunner(ModelRunner, Protocol):
         """Why this model's weights take none; empty: they do."""
 
     def merge_some(self, uid: AdapterUid) -> bool:
-        """One more matrix; whether it was the last. The adapter is on the device. Raises MergeRefused, RuntimeError or
-        MemoryError: what was written already is restored then.
+        """One more matrix; whether it was the last. The adapter is on the device. Raises MergeRefused, or what went
+        wrong: what was written already is restored then.
         """
 
     def restore_some(self) -> bool:
