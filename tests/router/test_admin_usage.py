@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+
 import pytest
 from manylora.v1 import usage_pb2
+from manylora_router.admin.usage import MAX_READS
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.ledger.row import UsageRow
+from manylora_shared.ledger.usage import Query, Sum
 from router_fakes import ADMIN, RouterCluster, simulate, text_request, until
+
+from tests.memory_ledger import RouterLedger
 
 
 async def _get(cluster: RouterCluster, key: str = "", **fields: object) -> usage_pb2.GetUsageResponse:
@@ -63,6 +70,41 @@ def test_a_tenants_admin_reads_its_own_and_nobody_else_any() -> None:
             with pytest.raises(RpcError) as refused:
                 await _get(cluster, key, tenant_id=tenant)
             assert refused.value.code is Code.PERMISSION_DENIED
+
+    simulate(test)
+
+
+def test_tenants_take_turns_at_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that asks for much holds two threads at most, and its other reads wait for themselves."""
+
+    async def test(cluster: RouterCluster) -> None:
+        go_on, reading, most = asyncio.Event(), 0, 0
+
+        async def slow(self: object, query: Query, by: Sequence[str]) -> list[Sum]:
+            nonlocal reading, most
+            reading += 1
+            most = max(most, reading)
+            await go_on.wait()
+            reading -= 1
+            return []
+
+        monkeypatch.setattr(RouterLedger, "sums", slow)
+        keys = [await cluster.put_key(tenant=tenant, scopes=("admin",)) for tenant in ("acme", "other")]
+        await until(lambda: len(cluster.app.directory.api_keys) == 3)
+        ended: list[str] = []
+
+        async def ask(key: str, name: str) -> None:
+            await _get(cluster, key, total=True)
+            ended.append(name)
+
+        asking = [asyncio.create_task(ask(keys[0], "acme")) for _ in range(12)]
+        await until(lambda: reading == MAX_READS)
+        asking.append(asyncio.create_task(ask(keys[1], "other")))
+        await asyncio.sleep(0.1)
+        go_on.set()
+        await asyncio.gather(*asking)
+        assert most == MAX_READS
+        assert ended.index("other") <= MAX_READS + 2, ended
 
     simulate(test)
 

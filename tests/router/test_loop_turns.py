@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from manylora_router.front.loop_turns import LoopTurns, PoolTurns
+from manylora_router.links.loop_turns import LoopTurns, PoolTurns
 
 NO_WEIGHTS: Mapping[str, int] = {}
 

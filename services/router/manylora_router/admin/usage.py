@@ -12,8 +12,10 @@ from manylora_shared.ledger.usage import GROUPS, Query, Sum, groups_of
 
 from manylora_router.ledger.rows import UsageLedger
 from manylora_router.links.entrance import KnownCall
+from manylora_router.links.loop_turns import PoolTurns
 
 MAX_ROWS = 1_000
+MAX_READS = 2  # at a time: a month's sums hold a thread, and threads are shared with all else that blocks
 _FLOATS = {"kv_byte_seconds", "adapter_byte_seconds", "prefill_flops", "decode_flops"}
 _WORDS = {"day": "day", "month": "month"}  # GROUPS has the time that they are of
 
@@ -23,6 +25,7 @@ class UsageDesk:
 
     def __init__(self, ledger: UsageLedger | None) -> None:
         self._ledger = ledger
+        self._turns = PoolTurns(MAX_READS)
 
     @property
     def has_prices(self) -> bool:
@@ -41,10 +44,11 @@ class UsageDesk:
             raise Unready("this cluster keeps no usage ledger (--ledger)")
         query = Query(tenant, request.since_unix_s, request.until_unix_s or None)
         currency = self._ledger.prices.currency
-        if by or request.total:
-            sums = await self._ledger.sums(query, by)
-            return usage_pb2.GetUsageResponse(rows=[_of_sum(each) for each in sums], currency=currency)
-        page = await self._ledger.page(query, request.after, request.limit or MAX_ROWS)
+        async with self._turns.hold((call.principal.tenant_id or "", None), 1, 1):
+            if by or request.total:
+                sums = await self._ledger.sums(query, by)
+                return usage_pb2.GetUsageResponse(rows=[_of_sum(each) for each in sums], currency=currency)
+            page = await self._ledger.page(query, request.after, request.limit or MAX_ROWS)
         return usage_pb2.GetUsageResponse(rows=[_of_row(row) for row in page.rows], after=page.after, currency=currency)
 
 

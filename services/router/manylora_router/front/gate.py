@@ -12,10 +12,10 @@ from manylora_shared.transport.base import ServerCall
 from manylora_shared.transport.places import Places
 from manylora_shared.transport.unparsed import LARGE_BYTES
 
-from manylora_router.front.loop_turns import LoopTurns
 from manylora_router.front.pace import Pace
 from manylora_router.guard.admission import MAX_TEXT_BYTES
 from manylora_router.links.callers import Callers
+from manylora_router.links.loop_turns import LoopTurns
 
 # The longest text, and what stands beside one: of chat messages the roles, of a request its stop strings.
 MAX_REQUEST_BYTES = MAX_TEXT_BYTES + 256 * 1024

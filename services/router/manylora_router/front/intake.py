@@ -32,7 +32,6 @@ from manylora_shared.tenancy.overload import retry_after_s
 from manylora_shared.tenancy.policy import TenantPolicy
 from manylora_shared.wire import QOS_NUMBERS
 
-from manylora_router.front.loop_turns import Flow, LoopTurns, PoolTurns
 from manylora_router.guard import admission, resume_tokens
 from manylora_router.guard.admission import (
     Adapter,
@@ -49,6 +48,7 @@ from manylora_router.guard.resume_tokens import Begun
 from manylora_router.ledger.budgets import Budgets
 from manylora_router.links.callers import Callers
 from manylora_router.links.directory import Directory, Model
+from manylora_router.links.loop_turns import Flow, LoopTurns, PoolTurns
 from manylora_router.links.scheduler_client import SchedulerClient
 from manylora_router.request.call import Call, Calls
 from manylora_router.request.frames import Degraded

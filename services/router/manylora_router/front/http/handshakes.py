@@ -14,7 +14,7 @@ from manylora_shared.errors import Overloaded
 from manylora_shared.transport.connections import STRANGER
 from manylora_shared.transport.places import Places
 
-from manylora_router.front.loop_turns import LoopTurns
+from manylora_router.links.loop_turns import LoopTurns
 
 _LOG = logging.getLogger(__name__)
 

@@ -27,12 +27,12 @@ from manylora_router.front.http.api.asked import Form
 from manylora_router.front.http.exchange import Exchange, encoded
 from manylora_router.front.http.fields import Fields
 from manylora_router.front.intake import Intake
-from manylora_router.front.loop_turns import Flow
 from manylora_router.front.pace import Pace
 from manylora_router.guard.admission import RequestInput
 from manylora_router.guard.pools import NO_NAMES, ModelNames
 from manylora_router.links.callers import Callers
 from manylora_router.links.entrance import Entrance
+from manylora_router.links.loop_turns import Flow
 from manylora_router.links.moments import Moments
 from manylora_router.request.call import Calls
 from manylora_router.request.frames import ChoiceEnd, Delta, Finished, Frame, Started
