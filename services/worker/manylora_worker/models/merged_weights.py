@@ -70,8 +70,6 @@ class MergedWeights:
             raise MergeRefused("the adapter changes experts, which are not merged")
         if adapter.columns:
             raise MergeRefused("the adapter scales or shifts what layers give (DoRA, biases), which is not merged")
-        if adapter.experts:
-            raise MergeRefused("the adapter changes experts of a mixture, which are not merged")
         if any(site not in self._linears for site in adapter.sites):
             raise MergeRefused("the adapter changes the output head, which is not merged")
 
