@@ -60,7 +60,8 @@ class Bench:
     async def load(self, **mix: Any) -> Mapping[str, Any]:
         """What a process of `manylora load` tells of all its requests."""
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-            yaml.safe_dump({"url": self.url, "prompts": "ids", **mix}, file)
+            shown = {"return_token_ids": True}  # a model of bench.shapes has no texts
+            yaml.safe_dump({"url": self.url, "prompts": "ids", "body": shown, **mix}, file)
             file.flush()
             child = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "manylora", "load", file.name, "--json", stdout=asyncio.subprocess.PIPE,
