@@ -30,6 +30,9 @@ def test_messages_of_every_kind() -> None:
     ("message", "problem"),
     [
         ("hi", "messages[0]: must be an object"),
+        ({"role": "user"}, "messages[0].content: is missing"),
+        ({"role": "system", "content": None}, "messages[0].content: is missing"),
+        ({"role": "tool", "tool_call_id": "1"}, "messages[0].content: is missing"),
         ({"content": "x"}, "messages[0].role: is missing"),
         ({"role": "user", "content": 7}, "messages[0].content: must be a string"),
         ({"role": "user", "content": "\ud800"}, "messages[0].content: has half of a surrogate pair"),

@@ -46,6 +46,9 @@ SECRET = "s3cr3t-" * 4
         f'{{"client_secret": "{SECRET}"}}',
         f'{{\\"password\\": \\"{SECRET}\\"}}',
         f"401 for hf_{SECRET}",
+        f"x-goog-api-key: {SECRET}",
+        f"(('last-event-id', '{SECRET}'),)",
+        f"password: {SECRET}",
         f"hvs.{SECRET} may not",
         f"-----BEGIN EC PRIVATE KEY-----\n{SECRET}\n-----END EC PRIVATE KEY-----",
     ],
@@ -106,3 +109,12 @@ def test_no_text_takes_long(piece: str) -> None:
         before_s = time.thread_time()
         Redaction().clean(piece * (1_000_000 // len(piece)), 4096)
         assert time.thread_time() - before_s < 0.5
+
+
+def test_passing_secrets_are_bounded_and_put_no_other_out() -> None:
+    redaction = Redaction()
+    redaction.hide("fixed-one")
+    for number in range(10_000):
+        redaction.hide(f"token-number-{number:05}", is_passing=True)
+    assert redaction.clean("fixed-one token-number-09999", 100) == f"{REMOVED} {REMOVED}"
+    assert redaction.clean("token-number-00000", 100) == "token-number-00000"

@@ -63,7 +63,7 @@ class EtcdLogin:
             self._refuse(f"etcd refuses the login of {self._path}: {e.message}", now)
         except (OSError, ValueError) as e:
             self._refuse(f"--etcd-login-file: {e}", now)
-        hide(token)
+        hide(token, is_passing=True)
         return token
 
     def _refuse(self, message: str, now: float) -> NoReturn:

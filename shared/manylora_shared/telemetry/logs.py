@@ -56,11 +56,11 @@ def setup(service: str, level: str = "info", *, instance_id: str = "", stream: T
     sys.unraisablehook = lambda told: root.error("%s", told.err_msg or "ignored", exc_info=told.exc_value)
 
 
-def hide(secret: str) -> None:
-    """No line of this process shows it from now on."""
+def hide(secret: str, *, is_passing: bool = False) -> None:
+    """No line of this process shows it from now on; one that is passing, until many others have followed."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, JsonFormatter):
-            handler.formatter.redaction.hide(secret)
+            handler.formatter.redaction.hide(secret, is_passing=is_passing)
 
 
 class _Handler(logging.StreamHandler[TextIO]):

@@ -41,7 +41,7 @@ def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[list[RequestI
     told = asked.read_prompt_logprobs(fields, form)
     form = replace(form, prompt_logprobs=told, has_output=max_tokens != 0)
     fields.only("suffix", "")
-    fields.only("best_of", 1, request.n)
+    fields.only("best_of", *sorted({1, request.n}))
     fields.close()
     exchange.names = {**form.names, "top_logprobs": "logprobs"}
     fields.check()
