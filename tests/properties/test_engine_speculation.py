@@ -72,7 +72,7 @@ def guesses_are_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.long
 @pytest.mark.usefixtures("guesses_are_made_up")
 class TestSpeculatingCore(SpeculatingMachine.TestCase):  # type: ignore[misc, name-defined]
-    settings = settings(max_examples=200, stateful_step_count=30, deadline=None, derandomize=True)
+    settings = settings(max_examples=400, stateful_step_count=30, deadline=None, derandomize=True)
 
     def runTest(self) -> None:
         super().runTest()
