@@ -152,7 +152,7 @@ def test_on_the_device(family_of: FamilyOf, name: str, monkeypatch: pytest.Monke
     [
         ("llama", False),
         ("gemma3_text", True),
-        ("phi3", True),
+        pytest.param("phi3", True, marks=pytest.mark.slow),
         pytest.param("exaone4", False, marks=pytest.mark.slow),
     ],
 )
