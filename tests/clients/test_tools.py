@@ -181,7 +181,8 @@ ANY: Any = {"type": "any", "disable_parallel_tool_use": True}
 def test_anthropics(served: Served, choice: Any, names: set[str]) -> None:
     tools: Any = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
     asked: dict[str, Any] = {
-        "model": MODEL, "messages": MESSAGES, "tools": tools, "tool_choice": choice, "max_tokens": MOST
+        "model": MODEL, "messages": MESSAGES, "tools": tools, "tool_choice": choice, "max_tokens": MOST,
+        "extra_body": {"temperature": 0},
     }  # fmt: skip
     with anthropic.Anthropic(base_url=served.url, api_key=served.key, max_retries=0) as client:
         raw = client.messages.with_raw_response.create(**asked)

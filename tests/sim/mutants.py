@@ -49,7 +49,6 @@ from manylora_worker.memory.swapping import Swapper
 from manylora_worker.memory.tenant_shares import TenantShares
 from manylora_worker.planning.parking import Parking
 from manylora_worker.serving.control import ControlSession
-from manylora_worker.serving.servicer import WorkerServicer
 
 Make = Callable[[Any], Any]
 
@@ -745,7 +744,7 @@ def _other_tenant(original: Any) -> Any:
     Parking,
     "copy_ended",
     "a sequence that comes back from the host skips a token",
-    first=(47,),
+    first=(44,),
 )
 def _one_off(original: Any) -> Any:
     def copy_ended(self: Any, sequence: Any) -> None:
@@ -834,22 +833,6 @@ def _copies_of_all(original: Any) -> Any:
 
 
 # ---- leaders that are over, and readers
-
-
-@mutant(
-    "fencing",
-    "grant-of-an-old-leader-runs",
-    WorkerServicer,
-    "execute",
-    "a worker refuses grants of a leader that is over",
-    first=(2193,),
-)
-def _unfenced(original: Any) -> Any:
-    def execute(self: Any, message: Any, call: Any) -> Any:
-        message.epoch = max(message.epoch, self._epoch)
-        return original(self, message, call)
-
-    return execute
 
 
 @mutant("readers", "reader-stays-paused", EngineView, "_resume", "who reads again goes on", first=(6,))
