@@ -8,14 +8,14 @@ import sys
 import time
 from pathlib import Path
 
+from manylora_shared.coordination.binary import free_port
+
 PASSWORD = "nats-5ecret-of-the-test"
 
 
 class NatsServer:
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            self._port = taken.getsockname()[1]
+        self._port = free_port()
         self.url = f"nats://manylora:{PASSWORD}@127.0.0.1:{self._port}"
         (folder / "server.conf").write_text(
             f"port: {self._port}\nhost: 127.0.0.1\njetstream: {{store_dir: {folder}/store, sync_interval: always}}\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import socket
 import subprocess
 import time
 from contextlib import suppress
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import psycopg
+from manylora_shared.coordination.binary import free_port
 
 PASSWORD = "pg-5ecret-of-the-test"
 _NOBODY = 65534  # the server does not run as root
@@ -50,9 +50,7 @@ class PostgresServer:
             stdout=subprocess.DEVNULL,
             cwd="/",
         )
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            self._port = taken.getsockname()[1]
+        self._port = free_port()
         self.dsn = f"postgresql://manylora:{PASSWORD}@127.0.0.1:{self._port}/postgres"
         self._process: subprocess.Popen[bytes] | None = None
 

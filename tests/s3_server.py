@@ -15,6 +15,7 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import yaml
+from manylora_shared.coordination.binary import free_port
 from manylora_shared.stores.bucket import Bucket
 
 START_S = 60.0
@@ -23,9 +24,7 @@ KEY_ID, SECRET = "store-key-id", "store-secret-access-key"
 
 class S3Server:
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self.folder = folder
         self._process: subprocess.Popen[bytes] | None = None

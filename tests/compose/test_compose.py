@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import ssl
 import subprocess
 import time
@@ -25,6 +24,7 @@ from typing import Any
 import pytest
 from manylora.client import Client, ClusterStatus, RequestFailed, Sampling
 from manylora.demo import measure, skills
+from manylora_shared.coordination.binary import free_port
 from manylora_shared.telemetry import Attribute, SpanName
 from otlp_receiver import ReceivedSpan, Receiver
 
@@ -110,12 +110,6 @@ def find_compose() -> tuple[str, ...]:
             if version.returncode == 0:
                 return command
     pytest.fail("the compose test needs docker-compose 1.29 or newer, or Docker's compose plugin")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

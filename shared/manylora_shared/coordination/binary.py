@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import importlib.util
+import itertools
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -21,6 +25,9 @@ STOP_TIMEOUT_S = 5.0
 _POLL_S = 0.02
 _PORT_ATTEMPTS = 3
 _LOG_TAIL_CHARS = 2000
+# Below those that a kernel gives to sockets that want any: no connection takes one before its server starts.
+_PORTS = range(20_000, 32_000)
+_given_ports = itertools.count(secrets.randbelow(len(_PORTS)))
 
 
 class EtcdNotFound(Exception):
@@ -45,9 +52,16 @@ def find_etcd() -> Path:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """For a server that is started later: nobody listens on it, and a process gets none twice.
+
+    Raises OSError where none is left.
+    """
+    for _ in _PORTS:
+        port = _PORTS[next(_given_ports) % len(_PORTS)]
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(errno.EADDRINUSE, f"no port from {_PORTS.start} to {_PORTS.stop - 1} is free")
 
 
 def member_flags(data: Path, endpoint: str, tls: TlsFiles | None = None) -> list[str]:
