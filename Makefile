@@ -21,7 +21,7 @@ STAMP := $(VENV)/.installed
 COMPILED := $(VENV)/.compiled
 
 .DEFAULT_GOAL := help
-.PHONY: help install compiled demo up quick test wide test-all house oracle soak chaos sim mutants kernels fairness shares fuzz fuzz-ports check lint types layers format proto schemas test-clients test-console compose-test clean
+.PHONY: help install compiled demo up quick test wide test-all house oracle soak chaos sim mutants kernels fairness shares nightly fuzz fuzz-ports check lint types layers format proto schemas test-clients test-console compose-test clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
@@ -90,8 +90,13 @@ fuzz-ports: $(STAMP) ## every route and RPC of a running cluster, by their schem
 fairness: $(STAMP) ## random schedules against the fairness bound: make fairness SCHEDULES=10000
 	@$(BIN)/python -m pytest -q -s tests/properties/test_fair_queue.py tests/properties/test_seam.py --fair-schedules $(SCHEDULES)
 
-shares: $(STAMP) ## shares of backlogged tenants through real services: make shares SHARE_SECONDS=60
-	@$(BIN)/python -m pytest -q -s -m e2e tests/e2e/test_fairness.py --fairness-seconds $(SHARE_SECONDS)
+shares: $(STAMP) ## shares of backlogged tenants, and overload that touches who causes it, through real services (most of an hour): make shares SHARE_SECONDS=60
+	@$(BIN)/python -m pytest -q -s -m e2e tests/e2e/test_fairness.py tests/e2e/test_overload.py --fairness-seconds $(SHARE_SECONDS)
+
+NIGHTLY := fuzz fuzz-ports fairness mutants soak chaos shares
+
+nightly: ## what takes too long for each change, one after the other, for cron: some two hours
+	@broken=; for target in $(NIGHTLY); do echo "== make $$target"; $(MAKE) --no-print-directory $$target || broken="$$broken $$target"; done; echo "== broken:$${broken:- none}"; test -z "$$broken"
 
 check: lint types layers ## lint, types and the layers
 

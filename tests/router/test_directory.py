@@ -33,8 +33,16 @@ def test_a_stored_policy_that_cannot_be_read_leaves_the_one_before_in_force(docu
         assert (await cluster.ask(text_request(max_tokens=3))).error is None
         got = (await call(cluster, "GetTenant", tenant_id="acme")).tenant
         assert got.policy_yaml == document.decode(errors="replace")
+        listed = {each.tenant_id: each for each in (await call(cluster, "ListTenants")).tenants}["acme"]
+        assert "the one before it is in force" in got.problem == listed.problem
         await call(cluster, "ApplyTenant", policy_yaml="tenant_id: acme")
         assert (await cluster.ask(text_request(max_tokens=4))).error is None
+        assert not (await call(cluster, "GetTenant", tenant_id="acme")).tenant.problem
+        applied = await cluster.store.get(keys.applied("acme"))
+        assert applied is not None
+        assert applied.value == cluster.app.directory.tenants["acme"].document
+        await call(cluster, "DeleteTenant", tenant_id="acme")
+        assert await cluster.store.get(keys.applied("acme")) is None
 
     simulate(test)
 

@@ -37,6 +37,7 @@ def test_digests_tell_them_apart() -> None:
         (Constraint.of_choices(iter([])), "constraint.choice", "has no text"),
         (Constraint.of_choices(iter(["a", ""])), "constraint.choice", "empty text"),
         (Constraint.of_choices(iter(["a"] * 9999)), "constraint.choice", "more than 1024"),
+        (Constraint.of_choices(iter(["\ud800"])), "constraint.choice", "half of a surrogate pair"),
     ],
 )
 def test_what_is_wrong_is_named(constraint: Constraint, field: str, words: str) -> None:

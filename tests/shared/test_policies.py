@@ -62,3 +62,32 @@ def test_what_cannot_be_read_takes_no_policys_place_through_compaction_and_repet
         await mirror.close()
 
     run(main(), seed=1)
+
+
+@pytest.mark.parametrize("wrong", [b"tenant_id: beta\n", b"\xff\xfe", b"tenant_id: acme\nx: 1\n"])
+def test_a_service_that_starts_finds_what_was_applied_before_a_hand_broke_it(wrong: bytes) -> None:
+    good = b"tenant_id: acme\nquotas: {max_output_tokens: 3}\n"
+
+    async def main() -> None:
+        server = MemoryStoreServer()
+        store = server.client()
+        await store.put(keys.applied("acme"), good)
+        await store.put(keys.tenant("acme"), wrong)
+        await store.put(keys.tenant("other"), b"tenant_id: other\n")  # put there by hand, and right
+        await store.put(keys.applied("gone"), b"tenant_id: gone\n")
+        mirror = PolicyMirror(store, lambda tenant, stored: None)
+        mirror.start()
+        await mirror.ready()
+        assert sorted(mirror.values) == ["acme", "other"]
+        found = mirror.values["acme"]
+        assert (found.document, found.in_force) == (wrong, good)
+        assert found.problem.endswith("the one before it is in force until a policy is applied")
+        assert mirror.values["other"].problem == ""
+        await store.put(keys.tenant("new"), wrong)
+        await store.put(keys.tenant("acme"), b"tenant_id: acme\n")
+        await asyncio.sleep(0.1)
+        assert mirror.values["new"].problem.endswith("requests are refused until a policy is applied")
+        assert (mirror.values["acme"].in_force, mirror.values["acme"].problem) == (b"tenant_id: acme\n", "")
+        await mirror.close()
+
+    run(main(), seed=1)

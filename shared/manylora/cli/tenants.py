@@ -149,18 +149,22 @@ async def get(target: Target, tenant_id: str, *, as_json: bool) -> None:
         print_json(tenant)
     else:
         write(tenant.policy_yaml)
+        if tenant.problem:
+            say(f"this policy is not in force: {tenant.problem}")
 
 
 async def list_all(target: Target, *, as_json: bool) -> None:
     async with target.client() as client:
         tenants = await client.tenants.list()
     if as_json:
-        print_json(
-            {"tenants": [{"tenant_id": t.tenant_id, "version": t.version, "adapters": t.adapters} for t in tenants]}
-        )
+        shown = ("tenant_id", "version", "adapters", "problem")
+        print_json({"tenants": [{name: getattr(tenant, name) for name in shown} for tenant in tenants]})
     else:
         rows = [(t.tenant_id, t.version, t.adapters) for t in tenants]
         print_table(("tenant", "version", "adapters"), rows, empty="there are no tenants")
+        for tenant in tenants:
+            if tenant.problem:
+                say(f"the stored policy of {tenant.tenant_id} is not in force: {tenant.problem}")
 
 
 def confirm_delete(tenant_id: str) -> None:

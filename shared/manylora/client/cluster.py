@@ -30,6 +30,7 @@ class TenantInfo:
     policy_yaml: str
     version: int
     adapters: int
+    problem: str = ""  # why policy_yaml is not in force
 
 
 @dataclass(frozen=True)

@@ -66,16 +66,18 @@ class DeleteTenantResponse(_message.Message):
     def __init__(self, removed_adapters: _Optional[int] = ...) -> None: ...
 
 class TenantInfo(_message.Message):
-    __slots__ = ("tenant_id", "policy_yaml", "version", "adapters")
+    __slots__ = ("tenant_id", "policy_yaml", "version", "adapters", "problem")
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     POLICY_YAML_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
     tenant_id: str
     policy_yaml: str
     version: int
     adapters: int
-    def __init__(self, tenant_id: _Optional[str] = ..., policy_yaml: _Optional[str] = ..., version: _Optional[int] = ..., adapters: _Optional[int] = ...) -> None: ...
+    problem: str
+    def __init__(self, tenant_id: _Optional[str] = ..., policy_yaml: _Optional[str] = ..., version: _Optional[int] = ..., adapters: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class CreateKeyRequest(_message.Message):
     __slots__ = ("tenant_id", "scopes", "name", "lifetime_s", "networks", "requests_per_min", "tokens_per_min", "concurrency", "role")

@@ -96,7 +96,7 @@ class Constraint:
 
     @property
     def size_bytes(self) -> int:
-        return len(self.source.encode())
+        return len(self.source.encode(errors="surrogatepass"))
 
     @property
     def digest(self) -> bytes:
@@ -110,6 +110,8 @@ class Constraint:
             problem = f"must be one of {', '.join(kind.value for kind in ConstraintKind)}"
         elif self.size_bytes > most:
             problem = f"has {self.size_bytes} bytes; at most {most} are read"
+        elif not _is_text(self.source):
+            problem = "has half of a surrogate pair: it is no Unicode text"
         elif self.kind is ConstraintKind.CHOICE:
             problem = _wrong_choices(self.choices)
         elif self.kind is not ConstraintKind.JSON_OBJECT and not self.source.strip():
@@ -117,6 +119,14 @@ class Constraint:
         else:
             problem = ""
         return [FieldViolation(self.field, problem)] if problem else []
+
+
+def _is_text(source: str) -> bool:
+    try:
+        source.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _wrong_choices(choices: list[str]) -> str:

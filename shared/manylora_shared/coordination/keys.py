@@ -7,6 +7,7 @@
 # /manylora/scheduler/clock/<bank>/<part>    a part of the clock's bytes
 # /manylora/scheduler/hot-adapters           HotAdaptersRecord: what new workers load first
 # /manylora/tenants/<tenant_id>              TenantPolicy as YAML text
+# /manylora/applied/<tenant_id>              what AdminService applied there last
 # /manylora/adapters/<tenant_id>/<name>      AdapterRecord
 # /manylora/keys/<key_id>                    KeyRecord: an API key's hash, never the key
 # /manylora/answers/<tenant_id>/<digest>     AnswerRecord: of an idempotency key; its lease outlives its router
@@ -23,6 +24,7 @@ SCHEDULER_LEADER = ROOT + "scheduler/leader"
 SCHEDULER_CLOCK = ROOT + "scheduler/clock"
 HOT_ADAPTERS = ROOT + "scheduler/hot-adapters"
 TENANTS = ROOT + "tenants/"
+APPLIED = ROOT + "applied/"
 ADAPTERS = ROOT + "adapters/"
 API_KEYS = ROOT + "keys/"
 ANSWERS = ROOT + "answers/"
@@ -45,6 +47,10 @@ def scheduler_clock_part(bank: int, part: int) -> str:
 
 def tenant(tenant_id: str) -> str:
     return TENANTS + tenant_id
+
+
+def applied(tenant_id: str) -> str:
+    return APPLIED + tenant_id
 
 
 def adapter(tenant_id: str, name: str) -> str:

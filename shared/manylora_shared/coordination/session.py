@@ -19,6 +19,7 @@ from manylora_shared.coordination.base import (
     EventKind,
     KeyValue,
     LeaseExpired,
+    Listing,
     Put,
     Store,
     StoreUnavailable,
@@ -475,7 +476,7 @@ class Mirror(Generic[T]):
     async def _run(self) -> None:
         while True:
             try:
-                listing = await self._store.list(self._prefix)
+                listing = await self._listed()
                 break
             except StoreUnavailable as e:
                 _LOG.warning("waiting for the store to list %s: %s", self._prefix, e)
@@ -492,6 +493,9 @@ class Mirror(Generic[T]):
                     for event in batch.events:
                         self._apply(event)
                 self._revision = batch.revision
+
+    async def _listed(self) -> Listing:
+        return await self._store.list(self._prefix)
 
     def _replace(self, kvs: Any) -> None:
         found = {kv.key: kv for kv in kvs}

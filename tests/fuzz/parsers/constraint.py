@@ -17,7 +17,6 @@ def run(data: bytes) -> None:
         ((name, source),) = json.loads(data).items()
         kind = ConstraintKind(name)
         text = source if isinstance(source, str) else json.dumps(source)
-        text.encode()
     except (ValueError, AttributeError, RecursionError):
         return
     if kind is ConstraintKind.CHOICE:

@@ -160,7 +160,9 @@ class AdminServicer:
                 return answer
             before = stored.mod_revision if stored is not None else 0
             await call.will(f"tenant {policy.tenant_id}", stored.value if stored is not None else None, value)
-            result = await self._store.txn([Compare(key, before)], [Put(key, value)])
+            result = await self._store.txn(
+                [Compare(key, before)], [Put(key, value), Put(keys.applied(policy.tenant_id), value)]
+            )
             if result.succeeded:
                 if policy.security.data_retention_days and not self._keeps_texts:
                     more = fields(tenant=policy.tenant_id)
@@ -231,9 +233,11 @@ class AdminServicer:
         tenant_id = call.principal.require_tenant(request.tenant_id)
         stored = await self._stored_tenant(tenant_id)
         adapters = await self._store.list(keys.adapters_of(tenant_id))
-        return admin_pb2.GetTenantResponse(
-            tenant=tenant_info(tenant_id, stored.value.decode(errors="replace"), stored.version, len(adapters.kvs))
-        )
+        told = tenant_info(tenant_id, stored.value.decode(errors="replace"), stored.version, len(adapters.kvs))
+        known = self._directory.tenants.get(tenant_id)
+        if known is not None and known.mod_revision == stored.mod_revision:
+            told.problem = known.problem
+        return admin_pb2.GetTenantResponse(tenant=told)
 
     async def list_tenants(
         self, request: admin_pb2.ListTenantsRequest, call: KnownCall
@@ -243,7 +247,7 @@ class AdminServicer:
             counts[entry.record.tenant_id] = counts.get(entry.record.tenant_id, 0) + 1
         return admin_pb2.ListTenantsResponse(
             tenants=[
-                tenant_info(tenant_id, entry.policy_yaml, entry.version, counts.get(tenant_id, 0))
+                tenant_info(tenant_id, entry.policy_yaml, entry.version, counts.get(tenant_id, 0), entry.problem)
                 for tenant_id, entry in sorted(self._directory.tenants.items())
             ]
         )
@@ -259,7 +263,7 @@ class AdminServicer:
             removed += await self._delete_adapters(tenant_id)
             result = await self._store.txn(
                 [Compare(keys.tenant(tenant_id), stored.mod_revision)],
-                [Delete(keys.tenant(tenant_id)), Delete(keys.data_key(tenant_id))],
+                [Delete(key(tenant_id)) for key in (keys.tenant, keys.applied, keys.data_key)],
             )
             if result.succeeded:
                 # Registering an adapter or an API key needs the tenant's record: none comes after this. Some may have

@@ -93,8 +93,12 @@ def held_lease(request: scheduler_pb2.Enqueue, tokens: int | None) -> scheduler_
     )
 
 
-def tenant_info(tenant_id: str, policy_yaml: str, version: int, adapters: int) -> admin_pb2.TenantInfo:
-    return admin_pb2.TenantInfo(tenant_id=tenant_id, policy_yaml=policy_yaml, version=version, adapters=adapters)
+def tenant_info(
+    tenant_id: str, policy_yaml: str, version: int, adapters: int, problem: str = ""
+) -> admin_pb2.TenantInfo:
+    return admin_pb2.TenantInfo(
+        tenant_id=tenant_id, policy_yaml=policy_yaml, version=version, adapters=adapters, problem=problem
+    )
 
 
 def adapter_info(record: AdapterRecord) -> admin_pb2.AdapterInfo:
