@@ -62,7 +62,7 @@ wide: $(COMPILED) ## the further ones of each kind: more families, longer histor
 test-all: wide oracle sim mutants kernels test ## all of them: tests, oracle, simulation, planted bugs, kernels
 
 oracle: $(STAMP) ## every model family through a running cluster, against transformers + PEFT
-	@$(BIN)/python -m pytest -q -m e2e tests/e2e/test_oracle.py
+	@$(BIN)/python -m pytest -q -m 'e2e and not slow' tests/e2e/test_oracle.py
 
 soak: $(STAMP) ## 64 streams over gRPC and HTTP, cancels, disconnects and adapter churn for ten minutes: make soak SOAK_SECONDS=600
 	@$(BIN)/python -m pytest -q -s -m slow tests/e2e/test_soak.py --soak-seconds $(SOAK_SECONDS)

@@ -68,9 +68,14 @@ async def test_cluster_equals_peft(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.wide
 @OWN_PATTERNS
-async def test_cluster_equals_peft_where_experts_are_adapted(tmp_path: Path) -> None:
-    mixture = make_mixture(tmp_path / "made")
-    (tmp_path / "made" / "tiny-qwen3_moe").rename(tmp_path / "model")
+@pytest.mark.parametrize(
+    ("family", "device_adapter_mb"), [("qwen3_moe", 0.25), pytest.param("gpt_oss", 0.22, marks=pytest.mark.slow)]
+)
+async def test_cluster_equals_peft_where_experts_are_adapted(
+    family: str, device_adapter_mb: float, tmp_path: Path
+) -> None:
+    mixture = make_mixture(tmp_path / "made", family)
+    (tmp_path / "made" / f"tiny-{family}").rename(tmp_path / "model")
     rng = random.Random(1)
     requests = [
         (adapter, [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice((1, 3, 8, 21, 40)))])
@@ -78,7 +83,9 @@ async def test_cluster_equals_peft_where_experts_are_adapted(tmp_path: Path) -> 
         for adapter in (None, *mixture.adapters)
     ]
     expected = [mixture.references[adapter].greedy(prompt, adapter, MAX_TOKENS) for adapter, prompt in requests]
-    await check_cluster("tiny-qwen3_moe", tmp_path, mixture.adapters, requests, expected, device_adapter_mb=0.25)
+    await check_cluster(
+        f"tiny-{family}", tmp_path, mixture.adapters, requests, expected, device_adapter_mb=device_adapter_mb
+    )
 
 
 async def check_cluster(

@@ -17,6 +17,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
@@ -70,6 +71,15 @@ _MINISTRAL3_ROPE = {
     "original_max_position_embeddings": 8,
     "llama_4_scaling_beta": 0.5,
 }
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 8,
+}
 
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_SHAPE, tie_word_embeddings=True, rope_parameters=_LLAMA3_ROPE),
@@ -116,6 +126,10 @@ MIXTURES: dict[str, Callable[[], PretrainedConfig]] = {
         **_SHAPE, head_dim=16, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=True,
         mlp_only_layers=[1],
     ),
+    "gpt_oss": lambda: GptOssConfig(
+        **(_SHAPE | {"intermediate_size": 40}), head_dim=16, num_local_experts=8, num_experts_per_tok=3,
+        sliding_window=WINDOW, rope_parameters=_GPT_OSS_ROPE,
+    ),
 }  # fmt: skip
 
 # What differs from one of these by numbers, or runs as transformers wrote it, takes fewer tests and no cluster.
@@ -137,6 +151,8 @@ def make_model(family: str, folder: Path, seed: int = 0) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.3)
+            elif name.endswith("sinks"):
+                parameter.normal_(std=2.0)
             elif "norm" in name:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     model.save_pretrained(folder)

@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from tests.numerics import driver as driving
 from tests.numerics.adapters import ATTENTION, Reference, save_adapter
-from tests.numerics.driver import Driver, Stream, prompts
+from tests.numerics.driver import Driver, Stream, make_runner, prompts
 from tests.numerics.families import make_model
 
 # of peft, for a pattern that it has made itself
 OWN_PATTERNS = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
+TOLERANCE = 1e-4
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     "all-linear": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},  # the router, too
@@ -36,10 +37,10 @@ class Mixture:
     references: Mapping[str | None, Reference]  # of one adapter each: peft has adapters of equal targets together
 
 
-def make_mixture(parent: Path) -> Mixture:
-    folder = parent / "tiny-qwen3_moe"
-    model = make_model("qwen3_moe", folder)
-    model.name_or_path = "someone/tiny-qwen3_moe"
+def make_mixture(parent: Path, family: str = "qwen3_moe") -> Mixture:
+    folder = parent / f"tiny-{family}"
+    model = make_model(family, folder)
+    model.name_or_path = f"someone/tiny-{family}"
     adapters = {
         name: save_adapter(model, folder.parent / name, seed, **recipe)
         for seed, (name, recipe) in enumerate(RECIPES.items())
@@ -62,3 +63,21 @@ def streams_of(
     names = [*uids, None, "stacks", None, "all-linear"] if longest > 9 else ["stacks", "all-linear", None]
     drawn = prompts(len(names), seed, longest=longest)
     return [(Stream(p, None if n is None else uids[n]), n) for p, n in zip(drawn, names, strict=True)]
+
+
+def check_mixed_batch(mixture: Mixture) -> None:
+    """Prompts in chunks, arrivals in mid-flight, rows of all adapters at the same experts."""
+    driver = Driver(make_runner(mixture.loaded, num_blocks=300), seed=1)
+    mixed = streams_of(mixture, driver, seed=1)
+    logits = driver.logits([Stream(stream.prompt, stream.adapter_uid) for stream, _ in mixed])
+    for row, (stream, name) in zip(logits, mixed, strict=True):
+        expected = mixture.references[name].logits(stream.prompt, name)[-1]
+        torch.testing.assert_close(row, expected, atol=TOLERANCE, rtol=0)
+        if name is not None:
+            assert (expected - mixture.references[None].logits(stream.prompt, None)[-1]).abs().max() > 0.5
+    streams = [stream for stream, _ in mixed]
+    for arrived in range(1, len(streams) + 1):
+        driver.step([s for s in streams[:arrived] if len(s.output) < 6], 5)
+    driver.run(streams, 6, prefill_tokens=5)
+    for stream, name in mixed:
+        assert stream.output == mixture.references[name].greedy(stream.prompt, name, 6)

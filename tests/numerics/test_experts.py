@@ -22,9 +22,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.numerics.adapters import MLP, Reference, save_adapter
 from tests.numerics.driver import Driver, Stream, make_runner, prompts, put_adapter
-from tests.numerics.mixtures import OWN_PATTERNS, Mixture, make_mixture, streams_of
+from tests.numerics.mixtures import OWN_PATTERNS, TOLERANCE, Mixture, check_mixed_batch, make_mixture
 
-TOLERANCE = 1e-4
 pytestmark = OWN_PATTERNS
 
 
@@ -34,21 +33,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Mixture:
 
 
 def test_a_mixed_batch_has_the_logits_and_greedy_tokens_of_each_alone(mixture: Mixture) -> None:
-    """Prompts in chunks, arrivals in mid-flight, rows of all adapters at the same experts."""
-    driver = Driver(make_runner(mixture.loaded, num_blocks=300), seed=1)
-    mixed = streams_of(mixture, driver, seed=1)
-    logits = driver.logits([Stream(stream.prompt, stream.adapter_uid) for stream, _ in mixed])
-    for row, (stream, name) in zip(logits, mixed, strict=True):
-        expected = mixture.references[name].logits(stream.prompt, name)[-1]
-        torch.testing.assert_close(row, expected, atol=TOLERANCE, rtol=0)
-        if name is not None:
-            assert (expected - mixture.references[None].logits(stream.prompt, None)[-1]).abs().max() > 0.5
-    streams = [stream for stream, _ in mixed]
-    for arrived in range(1, len(streams) + 1):
-        driver.step([s for s in streams[:arrived] if len(s.output) < 6], 5)
-    driver.run(streams, 6, prefill_tokens=5)
-    for stream, name in mixed:
-        assert stream.output == mixture.references[name].greedy(stream.prompt, name, 6)
+    check_mixed_batch(mixture)
 
 
 def test_a_composition_is_the_weighted_sum(mixture: Mixture) -> None:

@@ -38,7 +38,7 @@ def attend(cache: KvCache, layer: int, window: int | None = None) -> Tensor:
     module.layer_idx = layer  # type: ignore[assignment]
     query = torch.randn(1, HEADS, len(CONTEXTS), HEAD_DIM, generator=rng)
     key, value = torch.randn(2, 1, KV_HEADS, len(CONTEXTS), HEAD_DIM, generator=rng)
-    return step.attend(module, query, key, value, None, window, None, {})
+    return step.attend(module, query, key, value, None, window, None, None, {})
 
 
 @pytest.mark.parametrize("window", [None, 20])

@@ -43,7 +43,12 @@ def test_rows_of_mixed_adapters_and_compositions_at_the_same_experts() -> None:
     torch.manual_seed(0)
     switch = LoraSwitch()
     weights = torch.randn(5, 16, 16), torch.randn(5, 16, 8)
-    experts = LoraExperts(*(nn.Parameter(each, requires_grad=False) for each in weights), F.silu, SITES, switch)
+    experts = LoraExperts(
+        *(nn.Parameter(each, requires_grad=False) for each in weights),
+        lambda gate, up: F.silu(gate) * up,
+        SITES,
+        switch,
+    )
     x = torch.randn(ROWS, 16)
     shares, chosen = chosen_experts(torch.randn(ROWS, 5), 2, normalizes=True)
     torch.testing.assert_close(shares.sum(1), torch.ones(ROWS))

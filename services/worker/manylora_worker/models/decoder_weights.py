@@ -97,6 +97,7 @@ class DecoderLayer:
     k_norm: Tensor | None
     attention: AttentionShape
     rope: int  # index into DecoderWeights.ropes
+    sinks: Tensor | None = None  # [heads]
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,12 @@ class DecoderWeights:
     @property
     def has_kernels(self) -> bool:
         """Whether the GPU's kernels compute all of it."""
-        return all(each.q_norm is None or len(each.q_norm) == each.attention.head_dim for each in self.layers)
+        return all(
+            each.sinks is None
+            and (each.q_norm is None or len(each.q_norm) == each.attention.head_dim)
+            and (isinstance(each.mlp, DenseMlp) or each.mlp.experts.biases is None)
+            for each in self.layers
+        )
 
 
 @dataclass(frozen=True)
@@ -252,13 +258,14 @@ def _read_layer(loaded: LoadedModel, layer: nn.Module, index: int, rope: int) ->
             softcap=traits.softcap,
         ),
         rope=rope,
+        sinks=traits.sinks,
     )
 
 
 def _read_mlp(mlp: nn.Module) -> DenseMlp | MixtureMlp | None:
     parts = {name for name, _ in mlp.named_children()}
-    if parts == {"experts", "gate"}:
-        router, experts = mlp.gate, mlp.experts
+    if parts in ({"experts", "gate"}, {"experts", "router"}):
+        router, experts = getattr(mlp, "gate", None) or mlp.router, mlp.experts
         if not isinstance(router, LoraRouter) or not isinstance(experts, LoraExperts):
             return None
         read = _projection(router.linear)
@@ -349,7 +356,8 @@ def _rope_tables(
     def table(*layer_type: str) -> tuple[Tensor, Tensor]:
         with torch.inference_mode():
             cos, sin = rotary(like, positions, *layer_type)
-        half = cos.shape[-1] // 2
+        is_half = cos.shape[-1] == len(getattr(rotary, "inv_freq", ()))  # gpt-oss has each angle once
+        half = cos.shape[-1] if is_half else cos.shape[-1] // 2
         return _lengthened(cos[0, :, :half], missing), _lengthened(sin[0, :, :half], missing)
 
     names = [] if types is None else list(types)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from manylora_shared.errors import InvalidRequest
@@ -12,7 +13,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from manylora_worker.models.layers.lora_linear import LoraLinear, LoraSwitch
-from manylora_worker.models.layers.mixture import LoraExperts, LoraRouter
+from manylora_worker.models.layers.mixture import (
+    CLAMP_ALPHA,
+    CLAMP_LIMIT,
+    LoraExperts,
+    LoraRouter,
+    clamped_swiglu,
+)
 from manylora_worker.weights.layout import VectorKind
 from manylora_worker.weights.peft_config import ModuleMatcher
 from manylora_worker.weights.sites import ExpertShape, Site, Slot
@@ -20,14 +27,17 @@ from manylora_worker.weights.stacked import DOWN, GATE_UP, stacks_of
 
 _LOG = logging.getLogger(__name__)
 _CHECKED_ROWS = 5
+_STACKS = frozenset({GATE_UP, DOWN})
+_BIASES = frozenset({f"{GATE_UP}_bias", f"{DOWN}_bias"})
 
 
 @dataclass(frozen=True)
 class FoundExperts:
-    """path: of the block that has the router `gate` and `experts`."""
+    """path: of the block that has `experts` and a router of that name."""
 
     path: str
     shape: ExpertShape
+    router_name: str
 
     @property
     def stack(self) -> str:
@@ -35,7 +45,7 @@ class FoundExperts:
 
     @property
     def router(self) -> str:
-        return f"{self.path}.gate"
+        return f"{self.path}.{self.router_name}"
 
     @property
     def modules(self) -> Mapping[str, tuple[int, int]]:
@@ -49,27 +59,45 @@ class FoundExperts:
 def find_experts(model: PreTrainedModel) -> list[FoundExperts]:
     found = []
     for path, block in model.named_modules():
-        router = getattr(block, "gate", None)
-        shape = _shape(getattr(block, "experts", None), getattr(router, "top_k", None))
-        weight = getattr(router, "weight", None)
-        if shape is None or not isinstance(weight, nn.Parameter) or not isinstance(router, nn.Module):
+        name = next((each for each in ("gate", "router") if hasattr(block, each)), "")
+        router, experts = getattr(block, name, None), getattr(block, "experts", None)
+        top_k = getattr(router, "top_k", None)
+        if not isinstance(router, nn.Module) or not isinstance(experts, nn.Module) or not isinstance(top_k, int):
             continue
-        is_known = hasattr(router, "norm_topk_prob") and len(list(router.parameters())) == 1
-        if is_known and weight.shape == (shape.experts, shape.hidden):
-            found.append(FoundExperts(path, shape))
+        shape = _shape(experts, top_k) or _shape_in_turn(experts, top_k)
+        if shape is not None and _is_known(router, shape):
+            found.append(FoundExperts(path, shape, name))
     return found
 
 
-def _shape(experts: object, top_k: object) -> ExpertShape | None:
-    if not isinstance(experts, nn.Module) or not hasattr(experts, "act_fn") or not isinstance(top_k, int):
-        return None
+def _is_known(router: nn.Module, shape: ExpertShape) -> bool:
+    own = {name: tuple(each.shape) for name, each in router.named_parameters()}
+    weight = {"weight": (shape.experts, shape.hidden)}
+    if shape.in_turn:
+        return own == {**weight, "bias": (shape.experts,)}
+    return own == weight and hasattr(router, "norm_topk_prob")
+
+
+def _shape(experts: nn.Module, top_k: int) -> ExpertShape | None:
     weights = dict(experts.named_parameters())
-    if weights.keys() != {"gate_up_proj", "down_proj"} or any(each.ndim != 3 for each in weights.values()):
+    if weights.keys() != _STACKS or not hasattr(experts, "act_fn") or any(each.ndim != 3 for each in weights.values()):
         return None
-    count, hidden, width = weights["down_proj"].shape
-    if weights["gate_up_proj"].shape != (count, 2 * width, hidden):
+    count, hidden, width = weights[DOWN].shape
+    return ExpertShape(count, hidden, width, top_k) if weights[GATE_UP].shape == (count, 2 * width, hidden) else None
+
+
+def _shape_in_turn(experts: nn.Module, top_k: int) -> ExpertShape | None:
+    """gpt-oss."""
+    shapes = {name: tuple(each.shape) for name, each in experts.named_parameters()}
+    constants = [getattr(experts, name, None) for name in ("alpha", "limit")]
+    if shapes.keys() != _STACKS | _BIASES or constants != [CLAMP_ALPHA, CLAMP_LIMIT] or len(shapes[DOWN]) != 3:
         return None
-    return ExpertShape(count, hidden, width, top_k)
+    count, width, hidden = shapes[DOWN]
+    wanted = {
+        GATE_UP: (count, hidden, 2 * width), f"{GATE_UP}_bias": (count, 2 * width),
+        DOWN: (count, width, hidden), f"{DOWN}_bias": (count, hidden),
+    }  # fmt: skip
+    return ExpertShape(count, hidden, width, top_k, in_turn=True) if shapes == wanted else None
 
 
 def modules_of(found: list[FoundExperts]) -> dict[str, tuple[int, int]]:
@@ -94,14 +122,20 @@ def _install_routers(
     sites: list[Site] = []
     for each in found:
         block, shape = model.get_submodule(each.path), each.shape
-        router = block.gate
-        linear = nn.Linear(1, 1, bias=False, device="meta")
-        linear.in_features, linear.out_features = shape.hidden, shape.experts
-        linear.weight = router.weight
         site = Site(first_site + len(sites), shape.hidden, (Slot(each.router, 0, shape.experts),))
-        block.gate = LoraRouter(LoraLinear(linear, site, switch), router.top_k, normalizes=bool(router.norm_topk_prob))
+        setattr(block, each.router_name, _router(getattr(block, each.router_name), site, switch))
         sites.append(site)
     return sites
+
+
+def _router(router: nn.Module, site: Site, switch: LoraSwitch) -> LoraRouter:
+    """A softmax of the chosen logits alone is one of all whose shares are normalized."""
+    linear = nn.Linear(1, 1, bias=False, device="meta")
+    linear.out_features, linear.in_features = router.weight.shape
+    linear.weight = router.weight
+    linear.bias = getattr(router, "bias", None)
+    normalizes = bool(getattr(router, "norm_topk_prob", True))
+    return LoraRouter(LoraLinear(linear, site, switch), router.top_k, normalizes=normalizes)
 
 
 def _install_experts(
@@ -110,11 +144,34 @@ def _install_experts(
     sites: list[Site] = []
     for each in found:
         block, shape = model.get_submodule(each.path), each.shape
-        experts, index = block.experts, first_site + len(sites)
+        index = first_site + len(sites)
         own = (_gate_up_site(index, each.stack, shape), _down_site(index + 1, each.stack, shape))
-        block.experts = LoraExperts(experts.gate_up_proj, experts.down_proj, experts.act_fn, own, switch)
+        block.experts = _experts(block.experts, shape, own, switch)
         sites += own
     return sites
+
+
+def _experts(experts: nn.Module, shape: ExpertShape, sites: tuple[Site, Site], switch: LoraSwitch) -> LoraExperts:
+    if not shape.in_turn:
+        gated = partial(_gated, experts.act_fn)
+        return LoraExperts(experts.gate_up_proj, experts.down_proj, gated, sites, switch)
+    gate_up = _apart(experts.gate_up_proj.data.transpose(1, 2))
+    down = _frozen(experts.down_proj.data.transpose(1, 2))
+    biases = (_apart(experts.gate_up_proj_bias.data), experts.down_proj_bias)
+    return LoraExperts(gate_up, down, clamped_swiglu, sites, switch, biases)
+
+
+def _gated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+    return activation(gate) * up
+
+
+def _apart(in_turn: Tensor) -> nn.Parameter:
+    """[experts, 2 * width, ...]: all of the gate's, then all of up's."""
+    return _frozen(torch.cat((in_turn[:, ::2], in_turn[:, 1::2]), dim=1))
+
+
+def _frozen(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(weight.contiguous(), requires_grad=False)
 
 
 def _gate_up_site(index: int, stack: str, shape: ExpertShape) -> Site:
@@ -149,31 +206,24 @@ def taken_over(model: PreTrainedModel, found: list[FoundExperts]) -> list[FoundE
 
 
 def _computes_alike(block: nn.Module, found: FoundExperts) -> bool:
-    experts, router = block.experts, block.gate
+    experts, router = block.experts, getattr(block, found.router_name)
     weight = router.weight
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, _CHECKED_ROWS, found.shape.hidden, generator=generator).to(weight.device, weight.dtype)
-    linear = nn.Linear(1, 1, bias=False, device="meta")
-    linear.weight = weight
     switch = LoraSwitch()
     own = (_gate_up_site(0, "", found.shape), _down_site(1, "", found.shape))
-    ours = LoraExperts(experts.gate_up_proj, experts.down_proj, experts.act_fn, own, switch)
+    ours = _experts(experts, found.shape, own, switch)
     with torch.inference_mode():
         expected = _result(block(x))
-        block.experts, block.gate = (
-            ours,
-            LoraRouter(
-                LoraLinear(linear, Site(0, found.shape.hidden, ()), switch),
-                router.top_k,
-                normalizes=bool(router.norm_topk_prob),
-            ),
-        )
+        block.experts = ours
+        setattr(block, found.router_name, _router(router, Site(0, found.shape.hidden, ()), switch))
         try:
             got = _result(block(x))
         except (TypeError, ValueError, RuntimeError, AttributeError):
             return False
         finally:
-            block.experts, block.gate = experts, router
+            block.experts = experts
+            setattr(block, found.router_name, router)
     tolerance = 1e-4 if weight.dtype is torch.float32 else 0.05
     return bool((got - expected).norm() <= tolerance * expected.norm())
 
@@ -187,7 +237,7 @@ def expert_linear(model: PreTrainedModel, path: str, stacks: Mapping[str, Expert
     parent, _, leaf = path.rpartition(".")
     stack, _, expert = parent.rpartition(".")
     shape = stacks.get(stack)
-    if shape is None or not expert.isdecimal() or int(expert) >= shape.experts:
+    if shape is None or shape.in_turn or not expert.isdecimal() or int(expert) >= shape.experts:
         return None
     experts = model.get_submodule(stack)
     parts = {
@@ -220,4 +270,5 @@ def merge_stacks(
             weights: Tensor = getattr(model.get_submodule(path), stack.parameter).data
             for expert, weight in enumerate(weights):
                 a, b = own["A"][expert * rank : (expert + 1) * rank], own["B"][:, expert :: shape.experts]
-                weight.copy_(weight.float() + scale * (b.float() @ a.float()))
+                change = scale * (b.float() @ a.float())
+                weight.copy_(weight.float() + (change.T if shape.in_turn else change))

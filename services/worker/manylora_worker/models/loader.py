@@ -26,7 +26,13 @@ from manylora_worker.models.checkpoint import (
     without_adapter,
 )
 from manylora_worker.models.digest import model_digest
-from manylora_worker.models.experts import FoundExperts, find_experts, install_mixtures, modules_of, taken_over
+from manylora_worker.models.experts import (
+    FoundExperts,
+    find_experts,
+    install_mixtures,
+    modules_of,
+    taken_over,
+)
 from manylora_worker.models.layers.attention import ATTENTION, register_attention
 from manylora_worker.models.layers.kv_cache import KvGeometry
 from manylora_worker.models.layers.lora_linear import LoraLinear, LoraSwitch

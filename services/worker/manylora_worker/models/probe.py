@@ -26,6 +26,7 @@ class AttentionTraits:
     sliding_window: int | None
     softcap: float | None
     rotates: bool  # whether a position changes what is attended to
+    sinks: Tensor | None = None  # see attention.Attends
 
 
 @dataclass
@@ -46,6 +47,7 @@ class _Recorder:
         scaling: float | None,
         sliding_window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
         others: dict[str, Any],
     ) -> Tensor:
         layer = getattr(module, "layer_idx", None)
@@ -59,7 +61,7 @@ class _Recorder:
         if strange:
             self.problems.append(f"its attention uses {', '.join(strange)}, which is not supported")
         self.layers[layer] = (key.shape[1], key.shape[3], value.shape[3])
-        self.traits[layer] = AttentionTraits(query.shape[1], scaling, sliding_window, softcap, _rotates(key))
+        self.traits[layer] = AttentionTraits(query.shape[1], scaling, sliding_window, softcap, _rotates(key), sinks)
         _, num_heads, num_rows, _ = query.shape
         return query.new_zeros(1, num_rows, num_heads, value.shape[3])
 

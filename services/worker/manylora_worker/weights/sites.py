@@ -46,12 +46,17 @@ class Site:
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """Of a layer's experts: `gate_up_proj` [experts, 2 * width, hidden] and `down_proj` [experts, hidden, width]."""
+    """Of a layer's experts: `gate_up_proj` [experts, 2 * width, hidden] and `down_proj` [experts, hidden, width].
+
+    in_turn: an output of the gate, then one of `up`, and so on, in place of all the gate's first; the stacks of such
+    a model are transposed, and it has no layer an expert that an adapter could name.
+    """
 
     experts: int
     hidden: int
     width: int
     top_k: int  # that a row goes to
+    in_turn: bool = False
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,6 @@ class AdapterBase:
     biased: frozenset[str] = frozenset()  # of `modules`, those with a bias
     vectors_problem: str = ""  # why no adapter may scale or shift outputs; empty: it may
     experts: Mapping[str, ExpertShape] = field(default_factory=dict)  # path -> of each layer's, whose are in `modules`
-
     composes_experts: bool = True  # adapters that change experts, with others in one request
 
     @property
@@ -104,6 +103,12 @@ class AdapterBase:
     def is_of_expert(self, path: str) -> bool:
         stack, _, _ = path.rpartition(".")
         return stack.rpartition(".")[0] in self.experts
+
+    def is_by_parameter(self, path: str) -> bool:
+        """A router or an expert that is no layer of the model: `target_parameters` alone can name it."""
+        parent, _, _ = path.rpartition(".")
+        shape = self.experts.get(parent.rpartition(".")[0], self.experts.get(f"{parent}.experts"))
+        return shape is not None and shape.in_turn
 
 
 @dataclass(frozen=True)
@@ -401,7 +406,7 @@ def _check_tensors(
             continue
         elif is_stack_key(path, base.experts):
             stacks[path][matrix] = info
-        elif path not in base.modules:
+        elif path not in base.modules or (base.is_of_expert(path) and base.is_by_parameter(path)):
             problems.add(key, f"the base model has no linear layer {path}")
         else:
             found[path][matrix] = info
@@ -513,7 +518,10 @@ def _check_targets(
         path for path in base.modules if matcher.is_parameter_targeted(f"{path}.weight") and not base.is_of_expert(path)
     }
     targeted = [
-        path for path in base.modules if path in by_weight or matcher.is_targeted(path, is_linear=path != base.head)
+        path
+        for path in base.modules
+        if path in by_weight
+        or (not base.is_by_parameter(path) and matcher.is_targeted(path, is_linear=path != base.head))
     ]
     heads = [path for path in sorted(base.head_modules) if matcher.is_targeted(path, is_linear=False)]
     others = [path for path in sorted(base.other_modules) if matcher.is_targeted(path, is_linear=False)]

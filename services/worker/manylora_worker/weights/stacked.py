@@ -50,11 +50,11 @@ class Stack:
         for expert in range(self.shape.experts):
             first = a.first_byte + expert * rank * in_features * a.dtype.itemsize
             own_a = StoredMatrix(a.dtype, rank, in_features, first)
+            stride, first_row = (len(leaves), 1) if self.shape.in_turn else (1, own_rows)
             for i, leaf in enumerate(leaves):
-                element = i * own_rows * b.columns + expert
-                own_b = StoredMatrix(
-                    b.dtype, own_rows, rank, b.first_byte + element * b.dtype.itemsize, b.columns, self.shape.experts
-                )
+                element = i * first_row * b.columns + expert
+                first_byte = b.first_byte + element * b.dtype.itemsize
+                own_b = StoredMatrix(b.dtype, own_rows, rank, first_byte, stride * b.columns, self.shape.experts)
                 yield f"{self.path}.{expert}.{leaf}", ModuleWeights(own_a, own_b, scale)
 
 

@@ -32,9 +32,13 @@ class Attends(Protocol):
         scaling: float | None,
         sliding_window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
         others: dict[str, Any],
     ) -> Tensor:
-        """query: [1, heads, T, head_dim]; key, value: [1, kv_heads, T, head_dim] -> [1, T, heads, head_dim]."""
+        """query: [1, heads, T, head_dim]; key, value: [1, kv_heads, T, head_dim] -> [1, T, heads, head_dim].
+
+        sinks: [heads], a logit more in each softmax, which no value goes with.
+        """
 
 
 def _attention(
@@ -48,9 +52,11 @@ def _attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    return manylora_attention.attend(module, query, key, value, scaling, sliding_window, softcap, others), None
+    attended = manylora_attention.attend(module, query, key, value, scaling, sliding_window, softcap, s_aux, others)
+    return attended, None
 
 
 @functools.cache
@@ -156,6 +162,7 @@ class AttentionStep:
         scaling: float | None,
         sliding_window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
         others: dict[str, Any],
     ) -> Tensor:
         layer: int = module.layer_idx  # type: ignore[assignment]
@@ -165,7 +172,7 @@ class AttentionStep:
         keys = key[0].transpose(0, 1).reshape(num_rows, -1)
         values = value[0].transpose(0, 1).reshape(num_rows, -1)
         scale = head_dim**-0.5 if scaling is None else scaling
-        attended = self.attend_rows(layer, queries, keys, values, scale, sliding_window, softcap)
+        attended = self.attend_rows(layer, queries, keys, values, scale, sliding_window, softcap, sinks)
         return attended.reshape(1, num_rows, num_heads, head_dim)
 
     def attend_rows(
@@ -177,29 +184,39 @@ class AttentionStep:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Writes the new tokens' keys and values, and attends.
 
         queries: [T, kv_heads, query heads of each, head_dim]; keys, values: [T, kv_heads * head_dim] -> as queries.
+        sinks: [heads].
         """
+        if sinks is not None:
+            sinks = sinks.view(*queries.shape[1:3], 1)
         self._cache.write(layer, self._token_rows, keys, values)
         plan = self._plans.get(window)
         if plan is None:
             plan = self._plans[window] = self._build_plan(window, queries.device)
         groups = plan.decode_groups
         if len(groups) == 1 and groups[0].num_rows == self._num_rows:
-            return self._attend_decode(layer, groups[0], queries, scale, softcap)
+            return self._attend_decode(layer, groups[0], queries, scale, softcap, sinks)
         output = queries.new_empty(queries.shape)
         for group in groups:
-            output[group.rows] = self._attend_decode(layer, group, queries[group.rows], scale, softcap)
+            output[group.rows] = self._attend_decode(layer, group, queries[group.rows], scale, softcap, sinks)
         for prefill in plan.prefills:
             rows = slice(prefill.rows.first_row, prefill.rows.last_row)
             local = (keys[rows], values[rows])
-            output[rows] = self._attend_prefill(layer, prefill, queries[rows], local, scale, softcap)
+            output[rows] = self._attend_prefill(layer, prefill, queries[rows], local, scale, softcap, sinks)
         return output
 
     def _attend_decode(
-        self, layer: int, group: _DecodeGroup, queries: Tensor, scale: float, softcap: float | None
+        self,
+        layer: int,
+        group: _DecodeGroup,
+        queries: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         # queries: [B, kv_heads, group, head_dim] -> the same; the query heads of one kv head stand as its
         # rows
@@ -207,7 +224,7 @@ class AttentionStep:
         keys, values = (
             x.view(shape)[:, group.seen].transpose(1, 2) for x in self._cache.gather(layer, group.block_rows)
         )
-        return _attend(queries, keys, values, group.mask, scale, softcap)
+        return _attend(queries, keys, values, group.mask, scale, softcap, sinks)
 
     def _attend_prefill(
         self,
@@ -217,6 +234,7 @@ class AttentionStep:
         local: tuple[Tensor, Tensor],
         scale: float,
         softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         # queries: [n, kv_heads, group, head_dim] -> the same; the kv heads stand as the batch
         num_kv_heads, group_size, head_dim = queries.shape[1:]
@@ -237,6 +255,7 @@ class AttentionStep:
             prefill.mask,
             scale,
             softcap,
+            None if sinks is None else sinks[..., None],
             is_causal=prefill.block_rows is None,
         )
         return attended.permute(2, 0, 1, 3)
@@ -333,17 +352,24 @@ def _attend(
     mask: Tensor | None,
     scale: float,
     softcap: float | None,
+    sinks: Tensor | None,
     *,
     is_causal: bool = False,
 ) -> Tensor:
-    """[batch, heads, n, head_dim] over [batch, heads, m, head_dim]. is_causal: n = m, no mask."""
-    if softcap is None:
+    """[batch, heads, n, head_dim] over [batch, heads, m, head_dim]. is_causal: n = m, no mask. sinks: one a row of
+    scores, or what is broadcast to that.
+    """
+    if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=is_causal, scale=scale)
-    scores = torch.tanh(torch.matmul(queries, keys.transpose(2, 3)) * (scale / softcap)) * softcap
+    scores = torch.matmul(queries, keys.transpose(2, 3)) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     if is_causal:
         n = queries.shape[2]
         mask = _additive(torch.ones(n, n, dtype=torch.bool, device=scores.device).tril_(), scores.dtype)
     if mask is not None:
         scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)), dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(queries.dtype)
-    return torch.matmul(weights, values)
+    return torch.matmul(weights[..., : keys.shape[2]], values)

@@ -45,22 +45,43 @@ class ExpertLora:
                 columns.addmm_(low_rank, own.b, alpha=weight)
 
 
+CLAMP_ALPHA, CLAMP_LIMIT = 1.702, 7.0
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gpt-oss's."""
+    gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
+    return (up + 1) * gate * torch.sigmoid(gate * CLAMP_ALPHA)
+
+
 class LoraExperts(nn.Module):
-    """gate_up: [experts, 2 * width, hidden], the gate's rows first. down: [experts, hidden, width]. sites: theirs."""
+    """gate_up: [experts, 2 * width, hidden], the gate's rows first. down: [experts, hidden, width]. sites: theirs.
+
+    biases: of both, [experts, 2 * width] and [experts, hidden]. gated: of gate and up.
+    """
 
     def __init__(
         self,
         gate_up: nn.Parameter,
         down: nn.Parameter,
-        activation: Callable[[Tensor], Tensor],
+        gated: Callable[[Tensor, Tensor], Tensor],
         sites: tuple[Site, Site],
         switch: LoraSwitch,
+        biases: tuple[nn.Parameter, nn.Parameter] | None = None,
     ) -> None:
         super().__init__()
         self.gate_up, self.down = gate_up, down
-        self.activation = activation
+        self.gate_up_bias: nn.Parameter | None
+        self.down_bias: nn.Parameter | None
+        self.gate_up_bias, self.down_bias = biases or (None, None)
+        self.gated = gated
         self.sites = sites
         self.switch = switch
+
+    @property
+    def biases(self) -> tuple[Tensor, Tensor] | None:
+        gate_up, down = self.gate_up_bias, self.down_bias
+        return None if gate_up is None or down is None else (gate_up, down)
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """x: [rows, hidden]; experts, weights: [rows, experts of a row], each at most once."""
@@ -72,18 +93,19 @@ class LoraExperts(nn.Module):
         counts: list[int] = torch.bincount(chosen, minlength=len(self.gate_up)).tolist()
         lora: ExpertLora | None = self.switch.experts
         gate_up_site, down_site = self.sites
+        gate_up_bias, down_bias = self.biases or (None, None)
         start = 0
         for expert, count in enumerate(counts):
             if not count:
                 continue
             own = rows[start : start + count]
             inputs, told = x[own], own.tolist() if lora is not None else ()
-            both = F.linear(inputs, self.gate_up[expert])
+            both = F.linear(inputs, self.gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
             if lora is not None:
                 lora.add(gate_up_site, expert, told, inputs, both)
             gate, up = both.chunk(2, 1)
-            gated = self.activation(gate) * up
-            outputs = F.linear(gated, self.down[expert])
+            gated = self.gated(gate, up)
+            outputs = F.linear(gated, self.down[expert], None if down_bias is None else down_bias[expert])
             if lora is not None:
                 lora.add(down_site, expert, told, gated, outputs)
             result.index_add_(0, own, outputs * shares[start : start + count])

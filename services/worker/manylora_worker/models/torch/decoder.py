@@ -107,6 +107,7 @@ class _Layer:
     qkv_widths: tuple[int, int]  # columns of what is rotated, and of the values
     rotated_heads: tuple[int, int]  # query heads, key heads
     attention: AttentionShape
+    sinks: Tensor | None
     rope: int
 
 
@@ -169,6 +170,7 @@ class TorchDecoder:
             shape.scale,
             shape.window,
             shape.softcap,
+            layer.sinks,
         )
         return attended.flatten(1)
 
@@ -207,6 +209,7 @@ class TorchDecoder:
             qkv_widths=(sum(rotated_heads) * shape.head_dim, shape.num_kv_heads * shape.head_dim),
             rotated_heads=rotated_heads,
             attention=shape,
+            sinks=layer.sinks,
             rope=layer.rope,
         )
 
