@@ -46,7 +46,7 @@ def hand_over(times: int, seed: int) -> int:
     by_block = flat.view(NUM_BLOCKS, BLOCK)
     arena = AdapterArena(
         flat, BLOCK, range(NUM_BLOCKS), num_slots=NUM_BLOCKS, num_composed=1, num_sites=1, max_rank=2 * CHUNK_RANKS,
-        num_angles=1, scaled=_none_scales,
+        num_angles=1, scaled=_none_scales, columns=lambda adapter: adapter.buffer[:0],
     )  # fmt: skip
     memory = HostMemory(64 * 4096 * WIDTH)
     there: dict[AdapterUid, HostAdapter] = {}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from manylora_shared.stores.adapter_files import CONFIG_NAME, WEIGHTS_NAME
-from manylora_worker.models.loader import LoadedModel, load_model
+from manylora_worker.models.loader import load_model
 from manylora_worker.weights.host_memory import HostMemory
 from manylora_worker.weights.reader_pool import ReaderProcesses
 from manylora_worker.weights.source import AdapterInvalid, read_adapter
@@ -199,6 +199,6 @@ def test_what_is_refused(
 def test_where_outputs_cannot_be_scaled_it_is_said(family_of: FamilyOf, tmp_path: Path) -> None:
     family = family_of("llama")
     folder = save_trained(family.folder, tmp_path / "dora", 0, RECIPES["dora"])
-    loaded: LoadedModel = replace(family.loaded, device=torch.device("cuda"))
-    with pytest.raises(AdapterInvalid, match="use_dora: is served on the CPU alone"):
-        read_adapter(folder, loaded.adapter_base(), LIMITS)
+    base = replace(family.loaded.adapter_base(), vectors_problem="is not served with --tensor-parallel")
+    with pytest.raises(AdapterInvalid, match="use_dora: is not served with --tensor-parallel"):
+        read_adapter(folder, base, LIMITS)

@@ -35,6 +35,7 @@ def filled(adapters: list[HostAdapter], device: str = "cpu") -> tuple[AdapterAre
     arena = AdapterArena(
         flat, BLOCK, range(40), num_slots=8, num_composed=2, num_sites=fields.first_site, max_rank=MAX_RANK,
         num_angles=1, scaled=lambda _: (torch.zeros(1), 1.0), experts=fields,
+        columns=lambda adapter: adapter.buffer[:0],
     )  # fmt: skip
     for adapter in adapters:
         arena.reserve(adapter)

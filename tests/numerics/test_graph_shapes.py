@@ -52,6 +52,9 @@ def test_decodes(max_sequences: int) -> None:
                 assert shape.plan.covers(needed)
                 assert (shape.lora_tiles == NO_LORA) == (tiles == NO_LORA)
                 assert tiles == NO_LORA or shape.lora_tiles == BY_ROW or shape.lora_tiles >= tiles
+        scaled = decode_shape(rows, rows, SamplingPlan(), max_sequences, columns=True)
+        assert scaled in captured
+        assert scaled == (shape.rows, BY_ROW, None, True)
 
 
 @pytest.mark.parametrize("max_sequences", [1, 3, 8, 64, 100, 256])

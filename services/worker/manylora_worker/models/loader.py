@@ -100,7 +100,8 @@ class LoadedModel:
     def adapter_base(self, aliases: Sequence[str] = (), *, is_read: bool = True) -> AdapterBase:
         """aliases: further names that adapters may give the model. is_read: whether a decoder of our own runs it."""
         spec = self.spec
-        head = self._head_site if is_read and not self._vectors_problem else None
+        is_cpu = self.device.type != "cuda"
+        head = self._head_site if is_read and is_cpu and self.group is None else None
         more = {} if head is None else {head.slots[0].path: (head.in_features, head.slots[0].stop)}
         return AdapterBase(
             names=(spec.name, spec.source_name, *aliases),
@@ -114,7 +115,7 @@ class LoadedModel:
             biased=frozenset(self._biased()),
             vectors_problem=self._vectors_problem,
             experts=spec.experts,
-            composes_experts=self.device.type != "cuda",
+            composes_experts=is_cpu,
             rope=base_rope(
                 self.model.config.get_text_config(),
                 spec.longest,
@@ -141,9 +142,7 @@ class LoadedModel:
 
     @property
     def _vectors_problem(self) -> str:
-        if self.group is not None:
-            return "is not served with --tensor-parallel"
-        return "is served on the CPU alone" if self.device.type == "cuda" else ""
+        return "" if self.group is None else "is not served with --tensor-parallel"
 
 
 def load_model(

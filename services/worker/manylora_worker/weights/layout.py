@@ -102,6 +102,26 @@ def elements_with(layout: Layout, extras: Extras) -> int:
 
 
 @dataclass(frozen=True)
+class PlacedColumns:
+    """Of a slot, on a device whose kernels scale and shift its outputs: gains, then shifts, behind the matrices."""
+
+    site: int
+    slot: int
+    start: int
+    width: int
+
+
+def place_columns(layout: Layout, vectors: Sequence[PlacedVector]) -> list[PlacedColumns]:
+    """In order."""
+    widths = {(each.site, each.slot): each.placed.columns for each in vectors}
+    start, placed = elements_of(layout), []
+    for (site, slot), width in sorted(widths.items()):
+        placed.append(PlacedColumns(site, slot, start, width))
+        start += 2 * width
+    return placed
+
+
+@dataclass(frozen=True)
 class HostAdapter:
     uid: AdapterUid
     buffer: Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,14 +20,24 @@ from manylora_worker.models.cuda.kernels.lora import (
     CHUNK_RANKS,
     a_field,
     b_field,
+    column_field,
+    column_word,
     compose_entries,
     num_chunks,
     part_field,
     part_word,
     site_fields,
 )
-from manylora_worker.weights.layout import Extras, HostAdapter, Layout, PlacedSite
-from manylora_worker.weights.sites import DeviceAdapter
+from manylora_worker.weights.layout import (
+    Extras,
+    HostAdapter,
+    Layout,
+    PlacedSite,
+    PlacedVector,
+    elements_of,
+    place_columns,
+)
+from manylora_worker.weights.sites import DeviceAdapter, SlotColumns
 
 _BLOCKS_AT_ONCE = 4
 _LAYOUTS = 64
@@ -38,11 +48,14 @@ _NOBODY = TenantId("")  # KV was there, or nothing
 class NoRoom(Exception): ...
 
 
+_Kind = tuple[tuple[PlacedSite, ...], tuple[PlacedVector, ...]]
+
+
 # Matrices are cut in chunks of CHUNK_RANKS ranks (kernels/lora.py). Chunks that follow one another in the host buffer
 # share a block while they fit: an adapter is one copy a block, and any free blocks serve any adapter.
 @dataclass(frozen=True)
 class _Run:
-    """A stretch of the host buffer that lies in one block."""
+    """A stretch of the host buffer, or of what lies behind it, that lies in one block."""
 
     start: int
     length: int
@@ -54,6 +67,8 @@ class Placement:
 
     runs: Sequence[_Run]
     chunks: np.ndarray  # int64 [chunks, 4]: site, field of its entry, run, elements from the run's begin
+    columns: np.ndarray  # as `chunks`, of gains and shifts
+    matrices: int  # elements, behind which runs are of gains and shifts, not of the host buffer
     words: np.ndarray  # int64 [words, 3]: site, field, word: what of its entries is the same wherever it stands
 
     @property
@@ -83,18 +98,25 @@ def place(adapter: HostAdapter, block_elements: int, chunks: int, experts: Exper
                 b_start = b.start + first * b.columns
                 pieces.append((b_start, rows * b.columns, placed.site, b_field(slot, chunk, chunks)))
     runs: list[_Run] = []
+    matrices = elements_of(adapter.layout)
+    for each in place_columns(adapter.layout, adapter.extras.vectors):
+        pieces.append((each.start, 2 * each.width, each.site, column_field(each.slot, chunks)))
     cut: list[tuple[int, int, int, int]] = []
     for start, length, site, field in sorted(pieces):
         if length > block_elements:
             raise ValueError(f"{length} weights of one matrix do not fit in a block of {block_elements}")
         if start % CHUNK_ALIGNMENT or length % CHUNK_ALIGNMENT or block_elements % CHUNK_ALIGNMENT:
             raise ValueError(f"the width of a matrix is no multiple of {CHUNK_ALIGNMENT}")
-        if runs and runs[-1].start + runs[-1].length == start and start + length - runs[-1].start <= block_elements:
+        joins = bool(runs) and runs[-1].start + runs[-1].length == start != matrices
+        if joins and start + length - runs[-1].start <= block_elements:
             runs[-1] = _Run(runs[-1].start, start + length - runs[-1].start)
         else:
             runs.append(_Run(start, length))
         cut.append((site, field, len(runs) - 1, start - runs[-1].start))
-    return Placement(runs, np.array(cut, dtype=np.int64), np.array(words, dtype=np.int64))
+    num_columns = sum(runs[run].start >= matrices for _, _, run, _ in cut)
+    table = np.array(cut, dtype=np.int64).reshape(-1, 4)
+    own, columns = np.split(table, [len(cut) - num_columns])
+    return Placement(runs, own, columns, matrices, np.array(words, dtype=np.int64).reshape(-1, 3))
 
 
 @dataclass(frozen=True)
@@ -118,6 +140,7 @@ class AdapterArena:
         blocks: those that adapters may use.
         num_angles: frequencies of a rotation.
         scaled: an adapter's own, and their factor.
+        columns: gains and shifts of an adapter that has any, flat on the device (layout.place_columns).
         experts: of a model that has any.
         num_composed: at least as many as one step's rows can name.
         clear: blocks that an adapter gives back, [n]; None: they keep their content.
@@ -135,6 +158,7 @@ class AdapterArena:
         max_rank: int,
         num_angles: int,
         scaled: Callable[[RopeScaling], tuple[Tensor, float]],
+        columns: Callable[[HostAdapter], Tensor],
         clear: Callable[[Tensor], None] | None = None,
         experts: ExpertFields | None = None,
     ) -> None:
@@ -152,7 +176,8 @@ class AdapterArena:
         self._changing_experts: set[int] = set()  # slots that `experts` has something of
         self.ropes = torch.zeros(num_entries, num_angles + 1, device=arena.device)  # see rotate.row_angles
         self._rotating: set[int] = set()  # slots that `ropes` has something of
-        self._scaled = scaled
+        self._scaled, self._columns = scaled, columns
+        self._scaling: set[int] = set()  # slots whose adapters have gains and shifts
         self._max_composed = num_composed
         self._composed: OrderedDict[AdapterKey, int] = OrderedDict()  # compositions' slots, last used last
         self._free_composed = list(range(num_slots + 1, num_entries))
@@ -161,7 +186,7 @@ class AdapterArena:
         self._free_blocks = list(reversed(blocks))
         self._free_slots = list(range(num_slots, 0, -1))
         self._places: dict[AdapterKey, _Place] = {}
-        self._placements: OrderedDict[tuple[PlacedSite, ...], Placement] = OrderedDict()
+        self._placements: OrderedDict[_Kind, Placement] = OrderedDict()
         # most adapters of a model have one of a few layouts; one takes milliseconds to work out
         self._known: OrderedDict[AdapterUid, Placement] = OrderedDict()
         # whose adapter a block holds or held last, as the copying thread knows; None: a copy that tenants share
@@ -187,6 +212,8 @@ class AdapterArena:
         parts = [(self._places[part.uid], part.weight) for part in parts_of(key)]
         if any(place.expert_entry is not None for place, _ in parts):
             raise ValueError("adapters that change experts are not composed here")
+        if any(len(place.placement.columns) for place, _ in parts):
+            raise ValueError("adapters that scale or shift outputs (DoRA, biases) are not composed")
         compose_entries([(place.entry, weight) for place, weight in parts], entry.numpy())
         if len(self._composed) == self._max_composed:
             self._free_composed.append(self._composed.popitem(last=False)[1])
@@ -194,6 +221,10 @@ class AdapterArena:
         self._put_rope(slot, parts[0][0].rope)  # the same of all: they go not together else
         self.sites[:, slot].copy_(entry.pin_memory() if self.sites.is_cuda else entry, non_blocking=True)
         return slot
+
+    def scales(self, slot: int) -> bool:
+        """Whether what stands there has gains and shifts. A composition has none."""
+        return slot in self._scaling
 
     def holds(self, uid: AdapterUid) -> bool:
         return uid in self._places
@@ -229,8 +260,11 @@ class AdapterArena:
             freed.record()
         entry, expert_entry = self._entries(placement, blocks)
         rope = self._rope_of(adapter)
+        slot = self._free_slots.pop()
+        if len(placement.columns):
+            self._scaling.add(slot)
         self._places[adapter.uid] = _Place(
-            self._free_slots.pop(), blocks, placement, entry, expert_entry, rope, adapter.layout, adapter.extras, freed
+            slot, blocks, placement, entry, expert_entry, rope, adapter.layout, adapter.extras, freed
         )
 
     def fill(self, adapter: HostAdapter) -> None:
@@ -255,12 +289,18 @@ class AdapterArena:
         place = self._places[uid]
         runs = zip(place.placement.runs, place.blocks, strict=True)
         buffer = torch.cat([self._by_block[block, : run.length] for run, block in runs])
-        return HostAdapter(uid, buffer, place.layout, place.extras).on(self.sites.device)
+        adapter = HostAdapter(uid, buffer, place.layout, place.extras).on(self.sites.device)
+        columns: dict[int, tuple[SlotColumns, ...]] = {}
+        for each in place_columns(place.layout, place.extras.vectors):
+            gain, shift = buffer[each.start : each.start + 2 * each.width].view(2, -1).unbind(0)
+            columns[each.site] = (*columns.get(each.site, ()), SlotColumns(each.slot, gain, shift))
+        return replace(adapter, columns=columns)
 
     def drop(self, uid: AdapterUid) -> None:
         place = self._places.pop(uid, None)
         if place is not None:
             self._free_slots.append(place.slot)
+            self._scaling.discard(place.slot)
             self._free_blocks += place.blocks
             for key in [key for key in self._composed if uid in uids_of(key)]:
                 self._free_composed.append(self._composed.pop(key))
@@ -268,10 +308,14 @@ class AdapterArena:
                 self._clear(torch.tensor(place.blocks, device=self.sites.device))
 
     def _copy(self, adapter: HostAdapter, place: _Place) -> None:
-        owner = owner_of(adapter.uid)
+        owner, matrices = owner_of(adapter.uid), place.placement.matrices
         behind: torch.cuda.Event | None = None
+        columns = self._columns(adapter) if len(place.placement.columns) else None
         for i, (run, block) in enumerate(zip(place.placement.runs, place.blocks, strict=True)):
             source = adapter.buffer[run.start : run.start + run.length]
+            if run.start >= matrices:
+                assert columns is not None
+                source = columns[run.start - matrices : run.start - matrices + run.length]
             self._by_block[block, : run.length].copy_(source, non_blocking=True)
             if self._last_owner.get(block, _NOBODY) != owner:  # as KV's: nothing of another tenant's stays
                 self._by_block[block, run.length :].zero_()
@@ -323,6 +367,10 @@ class AdapterArena:
         whole[words[:, 0], words[:, 1]] = words[:, 2]
         places = np.array(blocks, dtype=np.int64)
         whole[chunks[:, 0], chunks[:, 1]] = places[chunks[:, 2]] * self.block_elements + chunks[:, 3]
+        scaled = placement.columns
+        if len(scaled):
+            offsets = places[scaled[:, 2]] * self.block_elements + scaled[:, 3]
+            whole[scaled[:, 0], scaled[:, 1]] = column_word(offsets)
         entry = np.ascontiguousarray(whole[:num_sites, : self.sites.shape[2]])
         if self.experts is None or not whole[num_sites:].any():
             return entry, None
@@ -333,11 +381,10 @@ class AdapterArena:
             known = self._known.get(adapter.uid)
         if known is not None:
             return known
-        placement = self._placements.get(adapter.layout) or place(
-            adapter, self.block_elements, self.chunks, self._experts
-        )
+        kind = adapter.layout, adapter.extras.vectors
+        placement = self._placements.get(kind) or place(adapter, self.block_elements, self.chunks, self._experts)
         with self._lock:
-            self._placements[adapter.layout] = self._known[adapter.uid] = placement
+            self._placements[kind] = self._known[adapter.uid] = placement
             if len(self._placements) > _LAYOUTS:
                 self._placements.popitem(last=False)
             if len(self._known) > _KNOWN_ADAPTERS:

@@ -38,6 +38,7 @@ class LoraStep:
     tiles: Tensor
     num_tiles: int  # 0: by row
     row_adapters: Tensor
+    columns: bool = False  # whether an adapter of the rows may have gains and shifts
 
 
 @dataclass(frozen=True)
@@ -305,6 +306,7 @@ class Decoder:
             row_adapters=step.lora.row_adapters,
             low_rank=self._low_rank_of(x),
             chunks=self._lora_chunks,
+            columns=step.lora.columns,
         )
         slots = projection.site.slots
         tiles = self._tiles_for(lora, x)
@@ -328,6 +330,8 @@ class Decoder:
         return linear(x, projection.weight, projection.bias, out, self._parts, pdl=self._pdl)
 
     def _tiles_for(self, lora: LoraRows, x: Tensor) -> LoraTiles | None:
+        if lora.columns:  # which those kernels know nothing of
+            return None
         return self._lora_tiles if lora.num_tiles and FEWEST_ROWS <= x.shape[0] <= MOST_ROWS else None
 
     def _gate(

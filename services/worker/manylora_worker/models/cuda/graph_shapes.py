@@ -37,6 +37,7 @@ class DecodeShape(NamedTuple):
     rows: int
     lora_tiles: int  # room for so many, BY_ROW or NO_LORA
     plan: SamplingPlan | None
+    columns: bool = False  # an adapter may have gains and shifts: by row, and without the draw
 
 
 class MixedShape(NamedTuple):
@@ -45,6 +46,7 @@ class MixedShape(NamedTuple):
     rows: int
     decode_rows: int
     lora_tiles: int
+    columns: bool = False
 
 
 def bucket_of(rows: int, largest: int) -> int:
@@ -55,8 +57,12 @@ def has_graph(needed: SamplingPlan) -> bool:
     return any(plan.covers(needed) for plan in SAMPLING_PLANS)
 
 
-def decode_shape(rows: int, lora_tiles: int, needed: SamplingPlan | None, max_sequences: int) -> DecodeShape:
+def decode_shape(
+    rows: int, lora_tiles: int, needed: SamplingPlan | None, max_sequences: int, *, columns: bool = False
+) -> DecodeShape:
     bucket = bucket_of(rows, max_sequences)
+    if columns:
+        return DecodeShape(bucket, BY_ROW, None, columns)
     tiles = NO_LORA if lora_tiles == NO_LORA else _tiles_of(lora_tiles, bucket)
     plan = None if needed is None else next(plan for plan in SAMPLING_PLANS if plan.covers(needed))
     return DecodeShape(bucket, tiles, plan)
@@ -72,10 +78,18 @@ def decode_shapes(max_sequences: int) -> Iterator[DecodeShape]:
         by_tile = {_tiles_of(tiles, bucket) for tiles in range(1, bucket + 1)}
         for lora_tiles in sorted({NO_LORA, BY_ROW, *by_tile}):
             yield from (DecodeShape(bucket, lora_tiles, plan) for plan in (*SAMPLING_PLANS, None))
+        yield DecodeShape(bucket, BY_ROW, None, columns=True)
 
 
 def mixed_shape(
-    rows: int, decode_rows: int, prefill_tiles: int, lora_tiles: int, max_rows: int, max_sequences: int
+    rows: int,
+    decode_rows: int,
+    prefill_tiles: int,
+    lora_tiles: int,
+    max_rows: int,
+    max_sequences: int,
+    *,
+    columns: bool = False,
 ) -> MixedShape | None:
     """None: the step is too large for any."""
     fitting = next((each for each in MIXED_ROWS if rows <= each <= max_rows), None)
@@ -84,8 +98,9 @@ def mixed_shape(
     decodes = next(each for each in _decode_rows(fitting, max_sequences) if each >= decode_rows)
     if lora_tiles == NO_LORA:
         return MixedShape(fitting, decodes, NO_LORA)
-    tiles = next((each for each in _lora_tiles(fitting, max_sequences) if each >= lora_tiles), None)
-    return None if tiles is None else MixedShape(fitting, decodes, tiles)
+    sizes = _lora_tiles(fitting, max_sequences)
+    tiles = next((each for each in (sizes[-1:] if columns else sizes) if each >= lora_tiles), None)
+    return None if tiles is None else MixedShape(fitting, decodes, tiles, columns)
 
 
 def mixed_shapes(max_rows: int, max_sequences: int) -> Iterator[MixedShape]:
@@ -93,6 +108,7 @@ def mixed_shapes(max_rows: int, max_sequences: int) -> Iterator[MixedShape]:
         for decode_rows in _decode_rows(rows, max_sequences):
             for lora_tiles in (NO_LORA, *_lora_tiles(rows, max_sequences)):
                 yield MixedShape(rows, decode_rows, lora_tiles)
+            yield MixedShape(rows, decode_rows, _lora_tiles(rows, max_sequences)[-1], columns=True)
 
 
 def room_for_prefill_tiles(rows: int) -> int:

@@ -17,6 +17,7 @@ from manylora_shared.process.heap import collector_paused
 from torch import Tensor
 
 from manylora_worker.kinds.api import Sampled, SequenceChunk, StepBatch, draws_of
+from manylora_worker.models.columns import BaseColumns
 from manylora_worker.models.cuda.adapter_arena import AdapterArena
 from manylora_worker.models.cuda.decoder import Decoder, DeviceStep, buffer_bytes
 from manylora_worker.models.cuda.expert_tables import ExpertFields
@@ -130,6 +131,7 @@ def _adapter_arena(
         max_rank=limits.max_rank,
         num_angles=weights.ropes[0][0].shape[1],
         scaled=weights.scaled,
+        columns=BaseColumns(loaded).flat,
         clear=cache.clear_blocks if cache.marks_free else None,
         experts=ExpertFields.of(loaded.sites, block_elements, limits.max_rank),
     )
@@ -241,7 +243,7 @@ class DeviceModelRunner:
             plan = self._packer.pack(batch.chunks)
             sampling = _Sampling.of([chunk for chunk in batch.chunks if chunk.samples], plan.row_of)
             is_graph = plan.is_decode and self._capture and bool(sampling.chunks)
-            if is_graph and has_graph(sampling.plan):
+            if is_graph and has_graph(sampling.plan) and not plan.columns:
                 return PendingStep(batch.chunks, Draws(sampling.rows, self._replay(plan, sampling)), self._device)
             bars = self._bars(plan, sampling) if sampling.plan.penalties else None
             self._run_layers(plan)
@@ -277,16 +279,16 @@ class DeviceModelRunner:
         sizes = {min(most, size) for power in powers for size in (power, power + 1)}
         decodes = [bucket for bucket in BUCKETS if bucket <= min(most - 2, most_decodes)]
         with self._packer.mixed_tables.blanked({"table_rows": self._packer.padding_row}):
-            for lora_tiles in (NO_LORA, 16, 17):
+            for lora_tiles, columns in ((NO_LORA, False), (16, False), (17, False), (16, True), (17, True)):
                 for rows in sorted(size for size in sizes if size > max(MIXED_ROWS)):
-                    self._run_blank(rows, 0, lora_tiles)
+                    self._run_blank(rows, 0, lora_tiles, columns=columns)
                 for decode_rows in decodes if most > max(MIXED_ROWS) else ():
-                    self._run_blank(most, decode_rows, lora_tiles)
+                    self._run_blank(most, decode_rows, lora_tiles, columns=columns)
             if self._device.type == "cuda":
                 torch.cuda.synchronize()
 
-    def _run_blank(self, rows: int, decode_rows: int, lora_tiles: int) -> None:
-        step = self._packer.device_step(self._packer.mixed_tables, rows, decode_rows, lora_tiles, 1)
+    def _run_blank(self, rows: int, decode_rows: int, lora_tiles: int, *, columns: bool) -> None:
+        step = self._packer.device_step(self._packer.mixed_tables, rows, decode_rows, lora_tiles, 1, columns=columns)
         logit_rows = torch.zeros(1, dtype=torch.long, device=self._device)
         self._decoder.forward(replace(step, token_ids=self._token_ids(step), logit_rows=logit_rows))
 
@@ -371,7 +373,13 @@ class DeviceModelRunner:
             return
         step, limits = plan.step, self._limits
         shape = mixed_shape(
-            step.rows, step.decode_rows, step.num_prefill_tiles, plan.lora_tiles, limits.max_rows, limits.max_sequences
+            step.rows,
+            step.decode_rows,
+            step.num_prefill_tiles,
+            plan.lora_tiles,
+            limits.max_rows,
+            limits.max_sequences,
+            columns=plan.columns,
         )
         if shape is None or not self._capture:
             self._decoder.run_layers(replace(step, token_ids=self._token_ids(step)))
@@ -429,7 +437,8 @@ class DeviceModelRunner:
         return torch.where(given < 0, last, given)
 
     def _recorded(self, plan: PackedStep, needed: SamplingPlan | None) -> _Recorded:
-        return self._decode_graph(decode_shape(plan.step.rows, plan.lora_tiles, needed, self._limits.max_sequences))
+        most = self._limits.max_sequences
+        return self._decode_graph(decode_shape(plan.step.rows, plan.lora_tiles, needed, most, columns=plan.columns))
 
     def _decode_graph(self, shape: DecodeShape) -> _Recorded:
         if shape not in self._recordings:
@@ -453,14 +462,15 @@ class DeviceModelRunner:
         return self._mixed_graphs[shape]
 
     def _record(self, shape: DecodeShape) -> _Recorded:
-        bucket, lora_tiles, variant = shape
-        step = self._packer.device_step(self._packer.decode_tables, bucket, bucket, lora_tiles, 0)
+        bucket, lora_tiles, variant, columns = shape
+        tables = self._packer.decode_tables
+        step = self._packer.device_step(tables, bucket, bucket, lora_tiles, 0, columns=columns)
 
         def run() -> SampledRows | None:
             logits = self._decoder.forward(replace(step, token_ids=self._token_ids(step)))
             return None if variant is None else self._sample_rows(logits, step.table_rows, variant)
 
-        graph, drawn = self._graph_of(self._packer.decode_tables, run)
+        graph, drawn = self._graph_of(tables, run)
         self._sampler_rows.clear()
         return _Recorded(graph, drawn)
 
@@ -474,7 +484,12 @@ class DeviceModelRunner:
         """The layers only. Rows of prompts may pass as decoding ones: their keys and values are written by then."""
         tiles = room_for_prefill_tiles(shape.rows)
         step = self._packer.device_step(
-            self._packer.mixed_tables, shape.rows, shape.decode_rows, shape.lora_tiles, tiles
+            self._packer.mixed_tables,
+            shape.rows,
+            shape.decode_rows,
+            shape.lora_tiles,
+            tiles,
+            columns=shape.columns,
         )
 
         def run() -> None:

@@ -28,6 +28,7 @@ class PackedStep:
     row_of: dict[int, int]  # sequence id -> the row of its last token
     is_decode: bool  # every row decodes: the step can be a graph
     lora_tiles: int  # NO_LORA where no row has an adapter
+    columns: bool  # whether a row's adapter has gains and shifts
 
 
 class StepPacker:
@@ -111,17 +112,25 @@ class StepPacker:
         lora_tiles = _fill_tiles(host["lora_tiles"].reshape(-1, TILE_FIELDS), runs) if slot_of else NO_LORA
         tables.upload()
         updates.apply(self.tables)
-        step = self.device_step(tables, row, num_decodes, lora_tiles, num_prefill_tiles)
-        return PackedStep(step, row_of, is_decode, lora_tiles)
+        columns = any(map(self._adapters.scales, slot_of.values()))
+        step = self.device_step(tables, row, num_decodes, lora_tiles, num_prefill_tiles, columns=columns)
+        return PackedStep(step, row_of, is_decode, lora_tiles, columns)
 
     def device_step(
-        self, tables: StepTables, rows: int, decode_rows: int, lora_tiles: int, num_prefill_tiles: int
+        self,
+        tables: StepTables,
+        rows: int,
+        decode_rows: int,
+        lora_tiles: int,
+        num_prefill_tiles: int,
+        *,
+        columns: bool = False,
     ) -> DeviceStep:
         """A step of these sizes, whatever `tables` hold when it is run."""
         lora_step = None
         if lora_tiles != NO_LORA:
             tiles = tables.on_device("lora_tiles").view(-1, TILE_FIELDS)
-            lora_step = LoraStep(tiles, lora_tiles, tables.on_device("row_adapters"))
+            lora_step = LoraStep(tiles, lora_tiles, tables.on_device("row_adapters"), columns)
         return DeviceStep(
             rows=rows,
             num_rows=tables.on_device("num_rows"),

@@ -73,6 +73,11 @@ class Fp8Linear(nn.Module):
         y = parts[0] if parts.dtype == x.dtype else parts.sum(0).to(x.dtype)
         return y.reshape(*x.shape[:-1], self.out_features)
 
+    def dequantized(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        """[rows, in]"""
+        weight = self.weight
+        return Fp8Weight(weight.codes[rows], weight.scales[rows], weight.group_size).dequantized(dtype)
+
     def parts(self, x: Tensor, *, pdl: bool) -> Tensor:
         """[rows, in], rows > 0, on a GPU, to [parts, rows, out], as gemm.linear."""
         from manylora_worker.models.cuda.kernels import fp8_product  # Triton, which a worker on the CPU has not

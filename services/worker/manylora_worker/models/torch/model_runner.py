@@ -113,7 +113,7 @@ class TorchModelRunner:
             return
         stream = torch.cuda.Stream(device)
         with torch.cuda.stream(stream):
-            on_device = adapter.on(device)
+            on_device = self.placed(adapter)
         stream.synchronize()
         self.adapters[adapter.uid] = on_device
 

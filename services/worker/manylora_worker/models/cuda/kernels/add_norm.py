@@ -18,7 +18,8 @@ def _add_norm_kernel(
     row_adapters_ptr, low_rank_ptr, weights_ptr, sites_ptr, stride_part, stride_low_rank, stride_split, stride_site,
     eps, N: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, HAS_DELTA: tl.constexpr,
     HAS_POST: tl.constexpr, HAS_PRE: tl.constexpr, WEIGHT_PLUS_ONE: tl.constexpr, HAS_OUTPUTS: tl.constexpr,
-    HAS_LORA: tl.constexpr, CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+    HAS_LORA: tl.constexpr, CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr,
+    COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     BLOCK_P: tl.constexpr = BLOCK_N // PIECES
@@ -52,7 +53,7 @@ def _add_norm_kernel(
             rows = row + tl.arange(0, 1)
             delta = expand(
                 delta[None, :], low_rank_ptr, stride_low_rank, stride_split, weights_ptr, site, 0, rows, rows >= 0,
-                columns, mask, N, 1, CHUNKS, SPLIT_K, BLOCK_S,
+                columns, mask, N, 1, CHUNKS, SPLIT_K, BLOCK_S, COLUMNS,
             )  # fmt: skip
             delta = tl.sum(delta, 0)
         if HAS_POST:

@@ -17,7 +17,7 @@ def _combine_kernel(
     parts_ptr, out_ptr, num_rows_ptr, outputs_ptr, row_adapters_ptr, low_rank_ptr, weights_ptr, sites_ptr,
     stride_part, stride_low_rank, stride_split, stride_site, N: tl.constexpr, BLOCK_N: tl.constexpr,
     PARTS: tl.constexpr, HAS_OUTPUTS: tl.constexpr, HAS_LORA: tl.constexpr, CHUNKS: tl.constexpr,
-    SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+    SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -36,7 +36,7 @@ def _combine_kernel(
         rows = row + tl.arange(0, 1)
         total = expand(
             total[None, :], low_rank_ptr, stride_low_rank, stride_split, weights_ptr, site, 0, rows, rows >= 0,
-            columns, mask, N, 1, CHUNKS, SPLIT_K, BLOCK_S,
+            columns, mask, N, 1, CHUNKS, SPLIT_K, BLOCK_S, COLUMNS,
         )  # fmt: skip
         total = tl.sum(total, 0)
     tl.store(out_ptr + at, total, mask=mask)

@@ -39,7 +39,7 @@ def _route_kernel(
     stride_part, stride_low_rank, stride_split, stride_site, E: tl.constexpr, BLOCK_E: tl.constexpr,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, NORMALIZES: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr,
     HAS_LORA: tl.constexpr, CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr,
-    IS_ALONE: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, IS_ALONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK_E)
@@ -60,7 +60,7 @@ def _route_kernel(
         rows = row + tl.arange(0, 1)
         both = expand(
             logits[None, :], low_rank_ptr, stride_low_rank, stride_split, weights_ptr, site, 0, rows, rows >= 0,
-            columns, mask, E, 1, CHUNKS, SPLIT_K, BLOCK_S,
+            columns, mask, E, 1, CHUNKS, SPLIT_K, BLOCK_S, COLUMNS,
         )  # fmt: skip
         logits = tl.sum(both, 0)
     # Rounded as transformers rounds them: which of two near experts a row goes to hangs on it.

@@ -36,6 +36,7 @@ def _gate_kernel(
     CHUNKS: tl.constexpr,
     SPLIT_K: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     first_row, count, adapter = load_program(
@@ -64,6 +65,7 @@ def _gate_kernel(
         gate, up = expand_pair(
             gate, up, low_rank_ptr, stride_low_rank, stride_split, weights_ptr, site, 0, UP_SLOT, rows, row_mask,
             columns, columns + UP_COLUMN, column_mask, SLOT_COLUMNS, BLOCK_M, CHUNKS, SPLIT_K, BLOCK_S,
+            COLUMNS,
         )  # fmt: skip
     if ACTIVATION == "gelu":
         activated = 0.5 * gate * (1.0 + tl.erf(0.7071067811865476 * gate))

@@ -45,11 +45,13 @@ def num_chunks(rank: int) -> int:
 #                                          4 + (3 + s) C + c offset of B's chunk c of slot s
 #                                          4 + (6 + s) C + c ranks that stand in both chunks c, and in the upper half
 #                                                            the float32 by which what A makes of a row is multiplied
+#                                          4 + 9 C + s       where a slot's outputs are scaled and shifted: twice the
+#                                                            offset of its gains, behind which its shifts are, and one
 #                                          A composition's chunks are its parts', one after the other: its rank counts
 #                                          16 for each, and what stands in `low_rank` for absent ones is zero.
 #     low_rank      float32 [splits, rows, 3 * C * CHUNK_RANKS]
 def site_fields(chunks: int) -> int:
-    return _FIRST_OFFSET + 3 * MAX_SLOTS * chunks
+    return column_field(MAX_SLOTS, chunks)
 
 
 def a_field(slot: int, chunk: int, chunks: int) -> int:
@@ -64,6 +66,14 @@ def part_field(slot: int, chunk: int, chunks: int) -> int:
     return _FIRST_OFFSET + (2 * MAX_SLOTS + slot) * chunks + chunk
 
 
+def column_field(slot: int, chunks: int) -> int:
+    return _FIRST_OFFSET + 3 * MAX_SLOTS * chunks + slot
+
+
+def column_word(offset: np.ndarray) -> np.ndarray:
+    return offset << 1 | 1
+
+
 def part_word(ranks: int, weight: float = 1.0) -> int:
     return struct.unpack("<q", struct.pack("<if", ranks, weight))[0]  # type: ignore[no-any-return]
 
@@ -74,7 +84,7 @@ def compose_entries(parts: Sequence[tuple[np.ndarray, float]], entry: np.ndarray
     Raises:
         ValueError: it has not enough chunks.
     """
-    chunks = (entry.shape[1] - _FIRST_OFFSET) // (3 * MAX_SLOTS)
+    chunks = (entry.shape[1] - _FIRST_OFFSET - MAX_SLOTS) // (3 * MAX_SLOTS)
     sites = np.arange(entry.shape[0])
     for slot in range(MAX_SLOTS):
         used = np.zeros(entry.shape[0], dtype=np.int64)
@@ -108,6 +118,7 @@ class LoraRows:
     low_rank: Tensor  # [splits of this site, rows, columns]
     chunks: int
     outputs: Tensor | None = None  # [rows, out]: s B, where lora_tiles.py computes it and the reader only adds it
+    columns: bool = False  # whether an adapter of these rows may scale and shift outputs
 
 
 def expand_arguments(lora: LoraRows | None, unused: Tensor) -> dict[str, Any]:
@@ -116,7 +127,7 @@ def expand_arguments(lora: LoraRows | None, unused: Tensor) -> dict[str, Any]:
         return {
             "row_adapters_ptr": unused, "low_rank_ptr": unused, "weights_ptr": unused, "sites_ptr": unused,
             "stride_low_rank": 0, "stride_split": 0, "stride_site": 0,
-            "HAS_LORA": False, "CHUNKS": 1, "SPLIT_K": 1, "BLOCK_S": 1,
+            "HAS_LORA": False, "CHUNKS": 1, "SPLIT_K": 1, "BLOCK_S": 1, "COLUMNS": False,
         }  # fmt: skip
     splits = lora.low_rank.shape[0]
     return {
@@ -124,6 +135,7 @@ def expand_arguments(lora: LoraRows | None, unused: Tensor) -> dict[str, Any]:
         "sites_ptr": lora.sites, "stride_low_rank": lora.low_rank.stride(1), "stride_split": lora.low_rank.stride(0),
         "stride_site": lora.sites.stride(0),
         "HAS_LORA": True, "CHUNKS": lora.chunks, "SPLIT_K": splits, "BLOCK_S": triton.next_power_of_2(splits),
+        "COLUMNS": lora.columns,
     }  # fmt: skip
 
 
@@ -205,6 +217,18 @@ def _add_low_rank(
 
 
 @triton.jit
+def _scale_columns(acc, weights_ptr, site, slot, columns, column_mask, slot_columns, CHUNKS: tl.constexpr):
+    """acc [BLOCK_M, BLOCK_N] times the adapter's gains, plus its shifts, where it has any."""
+    word = tl.load(site + 4 + 9 * CHUNKS + slot)
+    if word != 0:
+        gain_ptr = weights_ptr + tl.multiple_of(word >> 1, 8)
+        gain = tl.load(gain_ptr + columns, mask=column_mask, other=0.0).to(tl.float32)
+        shift = tl.load(gain_ptr + slot_columns + columns, mask=column_mask, other=0.0).to(tl.float32)
+        acc = acc * gain[None, :] + shift[None, :]
+    return acc
+
+
+@triton.jit
 def expand(
     acc,
     low_rank_ptr,
@@ -222,9 +246,10 @@ def expand(
     CHUNKS: tl.constexpr,
     SPLIT_K: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """acc [BLOCK_M, BLOCK_N] += s[rows] @ B[:, columns] of one slot; `columns` count inside the slot. BLOCK_M is 1 or
-    large enough for the matrix unit.
+    large enough for the matrix unit. COLUMNS: what the sum is is scaled and shifted, too, so `acc` is the product.
     """
     for chunk in range(0, tl.cdiv(tl.load(site + slot).to(tl.int32), 16)):
         b = _load_b(weights_ptr, site, slot, chunk, columns, column_mask, slot_columns, CHUNKS)
@@ -232,6 +257,8 @@ def expand(
             acc, b, low_rank_ptr, stride_low_rank, stride_split, site, slot, chunk, rows, row_mask, BLOCK_M, CHUNKS,
             SPLIT_K, BLOCK_S,
         )  # fmt: skip
+    if COLUMNS:
+        acc = _scale_columns(acc, weights_ptr, site, slot, columns, column_mask, slot_columns, CHUNKS)
     return acc
 
 
@@ -256,6 +283,7 @@ def expand_pair(
     CHUNKS: tl.constexpr,
     SPLIT_K: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """`expand` of two slots of equal width: both are under way together."""
     rank = tl.maximum(tl.load(site + slot_one), tl.load(site + slot_two)).to(tl.int32)
@@ -270,6 +298,9 @@ def expand_pair(
             two, b_two, low_rank_ptr, stride_low_rank, stride_split, site, slot_two, chunk, rows, row_mask, BLOCK_M,
             CHUNKS, SPLIT_K, BLOCK_S,
         )  # fmt: skip
+    if COLUMNS:
+        one = _scale_columns(one, weights_ptr, site, slot_one, columns_one, column_mask, slot_columns, CHUNKS)
+        two = _scale_columns(two, weights_ptr, site, slot_two, columns_two, column_mask, slot_columns, CHUNKS)
     return one, two
 
 

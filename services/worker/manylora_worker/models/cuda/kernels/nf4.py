@@ -355,7 +355,7 @@ class Nf4Linear(nn.Module):
         self.out_features, self.in_features = weight.out_features, weight.in_features
         self.weight_bytes = weight.num_bytes
         self._weight = weight
-        self._bias = None if bias is None else bias.detach()
+        self.bias = None if bias is None else bias.detach()
         self._workspace = workspace
 
     @classmethod
@@ -370,6 +370,11 @@ class Nf4Linear(nn.Module):
         y = parts[0] if parts.dtype == x.dtype else parts.sum(0).to(x.dtype)
         return y.reshape(*x.shape[:-1], self.out_features)
 
+    def dequantized(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        """[rows, in]"""
+        part = Nf4Weight(self._weight.codes[rows], self._weight.absmax[rows])
+        return dequantize(part, self._workspace).to(dtype)
+
     def parts(self, x: Tensor, *, pdl: bool) -> Tensor:
         """[rows, in], rows > 0, to [parts, rows, out], as gemm.linear."""
         num_rows = x.shape[0]
@@ -377,12 +382,12 @@ class Nf4Linear(nn.Module):
         weight, workspace = self._weight, self._workspace
         by_rows = workspace.rows if x.dtype == torch.bfloat16 else None
         if by_rows is not None and by_rows.takes(num_rows, self.in_features, self.out_features):
-            return by_rows.product(x, weight.codes, weight.absmax, self._bias, pdl=pdl)
+            return by_rows.product(x, weight.codes, weight.absmax, self.bias, pdl=pdl)
         if num_rows <= REDUCTION_ROWS:
-            return product_by_reduction(x, weight, workspace, self._bias)[None]
+            return product_by_reduction(x, weight, workspace, self.bias)[None]
         if num_rows <= FUSED_ROWS:
-            return product_by_tiles(x, weight, workspace, self._bias)[None]
-        return F.linear(x, dequantize(weight, workspace), self._bias)[None]
+            return product_by_tiles(x, weight, workspace, self.bias)[None]
+        return F.linear(x, dequantize(weight, workspace), self.bias)[None]
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._bias is not None}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -29,7 +29,8 @@ def _rotate_store_kernel(
     BLOCK_HALF: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, PARTS: tl.constexpr, HEAD_NORM: tl.constexpr, WEIGHT_PLUS_ONE: tl.constexpr,
     ANGLES_BY_ROW: tl.constexpr, HAS_OUTPUTS: tl.constexpr, HAS_LORA: tl.constexpr, BY_TILE: tl.constexpr,
-    NUM_SLOTS: tl.constexpr, CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+    NUM_SLOTS: tl.constexpr, CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr,
+    COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of BLOCK_M rows: its rotated halves `one` and `two`, and the `rest` that is not rotated."""
     head = tl.program_id(0)
@@ -92,11 +93,13 @@ def _rotate_store_kernel(
         one, two = expand_pair(
             one, two, low_rank_ptr, stride_low_rank, stride_split, weights_ptr, site, slot, slot, rows, row_mask,
             column + halves, column + HALF + halves, half_mask, slot_columns, BLOCK_M, CHUNKS, SPLIT_K, BLOCK_S,
+            COLUMNS,
         )  # fmt: skip
         if REST > 0:
             rest = expand(
                 rest, low_rank_ptr, stride_low_rank, stride_split, weights_ptr, site, slot, rows, row_mask,
                 column + 2 * HALF + rests, rest_mask, slot_columns, BLOCK_M, CHUNKS, SPLIT_K, BLOCK_S,
+                COLUMNS,
             )  # fmt: skip
     if HEAD_NORM:  # noqa: SIM102 (the one is a constant of the compilation, the other is not)
         if head < NUM_HEADS + NUM_KV_HEADS:
