@@ -50,6 +50,37 @@ def test_samples_are_kept_under_their_tenant_and_counted() -> None:
     simulate(test)
 
 
+def test_a_tenants_puts_leave_places_and_turns_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[str] = []  # as the store has them
+    many = b'{"prompt": "a", "expected": [%s]}\n' % b", ".join([b"1"] * 200)
+
+    async def test(cluster: RouterCluster) -> None:
+        await cluster.put_tenant("other")
+        put = cluster.documents.put
+
+        async def slow(path: str, data: bytes) -> None:
+            held.append(path.split("/")[1])
+            await asyncio.sleep(60.0)
+            await put(path, data)
+
+        monkeypatch.setattr(cluster.documents, "put", slow)
+        greedy = [call(cluster, "PutSamples", tenant_id="acme", name=f"s-{n}", samples=many * 100) for n in range(40)]
+        asked = [asyncio.ensure_future(each) for each in greedy]
+        await asyncio.sleep(1.0)
+        refused = [each for each in asked if each.done()]
+        assert len(refused) > 20, "each holds its message while it waits"
+        for each in refused:
+            with pytest.raises(RpcError, match="calls of tenant acme that put samples are under way"):
+                each.result()
+        await call(cluster, "PutSamples", tenant_id="other", name="golden", samples=SAMPLES)
+        assert held[:2] == ["acme", "other"], "it waits for nobody"
+        for each in asked:
+            each.cancel()
+        await asyncio.wait(asked)
+
+    simulate(test)
+
+
 def test_no_two_puts_at_a_time_take_a_tenants_last_place() -> None:
     async def test(cluster: RouterCluster) -> None:
         for number in range(MAX_SAMPLE_SETS - 1):

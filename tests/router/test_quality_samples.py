@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from manylora_router.quality import samples as samples_module
-from manylora_router.quality.samples import MAX_SAMPLES, MAX_SAMPLES_BYTES, judges_of, parse_samples
+from manylora_router.quality.samples import MAX_SAMPLES, MAX_SAMPLES_BYTES, judges_of, parse_samples, parsing
 from manylora_shared.errors import InvalidRequest
 
 
@@ -78,3 +78,13 @@ def test_of_many_lines_at_fault_few_are_read(monkeypatch: pytest.MonkeyPatch) ->
 
 def _refuse() -> None:
     raise ValueError("is not JSON")
+
+
+def test_parsing_stops_often_and_bounds_what_it_holds() -> None:
+    line = b'{"prompt": "a", "expected": %s}' % (b"[" * 100 + b"]" * 100)
+    lines = b"\n".join([line] * 400)
+    steps = sum(1 for _ in parsing(lines))
+    assert steps >= len(lines) // 8192 - 1
+    assert len(parse_samples(lines)) == 400
+    with pytest.raises(InvalidRequest, match="values, more than"):
+        parse_samples(b'{"prompt": "a", "expected": [%s]}' % b",".join([b"[]"] * 70_000))

@@ -52,7 +52,7 @@ def test_a_model_that_allows_none_still_knows_its_own() -> None:
 @pytest.mark.parametrize("value", [
     {"rope_type": 3}, {"rope_type": "linear", "factor": True}, {"rope_type": "linear", "factor": 1e400},
     {"rope_type": "llama3", "factor": 2.0}, {**LINEAR, "max_position_embeddings": 1.5}, {**LINEAR, "rope_theta": 0},
-    "x",
+    {**LINEAR, "rope_theta": 10**400}, {**LINEAR, "max_position_embeddings": 10**400}, "x",
 ])  # fmt: skip
 def test_rotations_that_are_none(value: Any) -> None:
     with pytest.raises(ValueError, match=r"must|missing"):
@@ -61,7 +61,7 @@ def test_rotations_that_are_none(value: Any) -> None:
 
 def test_an_option_names_what_is_wrong_with_it() -> None:
     assert json.loads(rope_text('{"type": "linear", "factor": 2}')) == {"rope_type": "linear", "factor": 2.0}
-    for text in ("{", "[]", '{"rope_type": "linear"}'):
+    for text in ("{", "[]", '{"rope_type": "linear"}', "9" * 5000, "[" * 100_000):
         with pytest.raises(InvalidRequest) as refused:
             rope_text(text)
         assert refused.value.violations[0].field == "rope"

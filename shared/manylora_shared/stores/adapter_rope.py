@@ -7,7 +7,7 @@ part of the adapter's digest.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,7 +106,7 @@ def _value(name: str, value: Any) -> Value:
         if not isinstance(value, bool):
             raise ValueError("truncate: must be true or false")
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise ValueError(f"{name}: must be a number above 0")
     if name in _LENGTHS:
         if value != int(value) or value > _MAX_TOKENS:
@@ -120,8 +120,14 @@ def _value(name: str, value: Any) -> Value:
 def rope_text(text: str) -> str:
     """Of an option or a header's field, checked, as it is written into a configuration. Raises InvalidRequest."""
     try:
-        return json.dumps(parsed(json.loads(text)), sort_keys=True)
-    except (ValueError, RecursionError) as error:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InvalidRequest.of("rope", f"is not JSON: {error}") from None
+    except (ValueError, RecursionError):
+        raise InvalidRequest.of("rope", "has a number of too many digits, or nests too deep") from None
+    try:
+        return json.dumps(parsed(value), sort_keys=True)
+    except ValueError as error:
         raise InvalidRequest.of("rope", str(error)) from None
 
 

@@ -1,6 +1,6 @@
 """What AdminService tells and keeps of adapters beside their registrations: samples, reports, and versions' files.
 
-Owns how many files are read out at a time.
+Owns how many files are read out, and how many sets of samples are taken in, at a time.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from manylora_shared.transport.places import Places
 from manylora_router.admin.validation import AdapterValidation
 from manylora_router.links.entrance import KnownCall
 from manylora_router.links.wire import adapter_info
-from manylora_router.quality.samples import parse_samples
 
 MAX_SAMPLE_SETS = 32  # of a tenant
 _MAX_READS = 8  # of one router, at a time
 _KEPT_READS = 2
+_MAX_PUTS = 16
+_KEPT_PUTS = 8
 
 
 class AdapterDocuments:
@@ -36,6 +37,7 @@ class AdapterDocuments:
         self._documents = documents
         self._validation = validation
         self._reads = Places(_MAX_READS, kept=_KEPT_READS, few=1)
+        self._putting = Places(_MAX_PUTS, kept=_KEPT_PUTS, few=1)
         self._puts: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # a tenant's, one by one
 
     @property
@@ -52,11 +54,12 @@ class AdapterDocuments:
         tenant_id = await self._tenant(request.tenant_id, call)
         if problem := name_problem(request.name):
             raise InvalidRequest.of("name", problem)
-        samples = parse_samples(request.samples)
-        async with self._puts.setdefault(tenant_id, asyncio.Lock()):
-            found = await self._put(tenant_id, request.name, request.samples, call)
+        with self._putting.held(f"tenant {tenant_id} that put samples"):
+            count = len(await self._validation.parsed(tenant_id, request.samples))
+            async with self._puts.setdefault(tenant_id, asyncio.Lock()):
+                found = await self._put(tenant_id, request.name, request.samples, call)
         told = _info(found) if found is not None else admin_pb2.SamplesInfo(name=request.name)
-        told.count = len(samples)
+        told.count = count
         return admin_pb2.PutSamplesResponse(samples=told)
 
     async def _put(self, tenant_id: str, name: str, samples: bytes, call: KnownCall) -> Document | None:

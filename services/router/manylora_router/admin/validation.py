@@ -5,6 +5,7 @@ Owns nothing between calls: reports and samples stand in the adapter store, unde
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import logging
@@ -26,8 +27,9 @@ from manylora_router.admin.asking import Subject
 from manylora_router.admin.quality_gate import QualityGate
 from manylora_router.guard.admission import alone
 from manylora_router.links.directory import Directory
+from manylora_router.links.loop_turns import PoolTurns
 from manylora_router.quality.report import Report, digest_of
-from manylora_router.quality.samples import Sample, parse_samples
+from manylora_router.quality.samples import Sample, parsing
 
 _LOG = logging.getLogger(__name__)
 GIVEN_SAMPLES = "(given)"
@@ -42,6 +44,7 @@ class AdapterValidation:
         self._documents = documents
         self._directory = directory
         self._clock = clock
+        self._parsing = PoolTurns(1)  # of samples
 
     async def take_in(
         self,
@@ -90,7 +93,7 @@ class AdapterValidation:
         if taken.samples:
             rule = dataclasses.replace(rule or GateRule(GIVEN_SAMPLES), samples=GIVEN_SAMPLES)
             rule = dataclasses.replace(rule, judge=header.judge or rule.judge)
-            samples = parse_samples(taken.samples)
+            samples = await self.parsed(header.tenant_id, taken.samples)
         elif header.judge:
             raise InvalidRequest.of("header.judge", "goes with samples of the check's own")
         else:
@@ -106,9 +109,21 @@ class AdapterValidation:
             raise Unready(f"the report of version {version.number} is not what was kept: its digest is another")
         return data
 
+    async def parsed(self, tenant_id: str, samples: bytes) -> list[Sample]:
+        """Raises InvalidRequest with the lines at fault."""
+        async with self._parsing.hold((tenant_id, None), 1, 1):
+            steps = parsing(samples)
+            while True:
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    found: list[Sample] = end.value
+                    return found
+                await asyncio.sleep(0)  # others have the event loop
+
     async def _samples_of(self, tenant_id: str, rule: GateRule) -> list[Sample]:
         try:
-            return parse_samples(await self._documents.get(path_of(tenant_id, SAMPLES, rule.samples)))
+            return await self.parsed(tenant_id, await self._documents.get(path_of(tenant_id, SAMPLES, rule.samples)))
         except NotFound:
             raise Unready(f"adapters.gate.samples: the tenant has no samples {rule.samples!r}") from None
         except InvalidRequest as e:

@@ -23,7 +23,7 @@ from manylora_shared.metadata import (
 
 from manylora_router.front.http import schemas
 from manylora_router.front.http.api.answers import Door
-from manylora_router.front.http.exchange import Exchange
+from manylora_router.front.http.exchange import Exchange, encoded
 
 PATH = "/openapi.json"
 _JSON, _TEXT, _EVENTS = "application/json", "text/plain", "text/event-stream"
@@ -182,7 +182,12 @@ def document() -> Mapping[str, Any]:
 
 
 async def describe(exchange: Exchange, door: Door) -> None:
-    await exchange.answer(document())
+    await exchange.answer_bytes(_body(), "application/json")  # it is open to everybody, and long
+
+
+@functools.cache
+def _body() -> bytes:
+    return encoded(document())
 
 
 def _path_parameters(path: str) -> list[dict[str, Any]]:
