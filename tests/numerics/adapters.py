@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
+DELTA_NET = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 PHI3_ATTENTION = ["qkv_proj", "o_proj"]
 PHI3_MLP = ["gate_up_proj", "down_proj"]
 
@@ -19,6 +20,8 @@ PHI3_MLP = ["gate_up_proj", "down_proj"]
 def recipes(family: str) -> Mapping[str, Mapping[str, Any]]:
     """Adapter name -> LoraConfig arguments, for the family's module names."""
     attention, mlp = (PHI3_ATTENTION, PHI3_MLP) if family == "phi3" else (ATTENTION, MLP)
+    if family.startswith("qwen3_5"):
+        attention = [*ATTENTION[:-1], *DELTA_NET, ATTENTION[-1]]
     query, down = attention[0], mlp[-1]
     everything = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
     return {

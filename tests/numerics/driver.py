@@ -81,7 +81,9 @@ class Driver:
         waiting = stream.tokens[start:]
         tokens = waiting if num_tokens is None else waiting[:num_tokens]
         end = start + len(tokens)
-        while len(stream.blocks) * self.runner.block_size < end:
+        while len(stream.blocks) < self.runner.state_blocks or (
+            (len(stream.blocks) - self.runner.state_blocks) * self.runner.block_size < end
+        ):
             stream.blocks.append(self._free.pop())
         stream.num_computed = end
         return SequenceChunk(

@@ -29,6 +29,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SeedOssConfig,
@@ -132,6 +133,17 @@ MIXTURES: dict[str, Callable[[], PretrainedConfig]] = {
     ),
 }  # fmt: skip
 
+# layers that keep a state beside one that attends: a sequence's state takes three blocks of four tokens
+RECURRENT: dict[str, Callable[[], PretrainedConfig]] = {
+    "qwen3_5_text": lambda: Qwen3_5TextConfig(
+        **{**_SHAPE, "num_hidden_layers": 5}, head_dim=24, linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=8, linear_value_head_dim=12,
+        layer_types=[*["full_attention"] * 2, "linear_attention", "full_attention", "linear_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+                         "mrope_section": [2, 2, 2], "mrope_interleaved": True},
+    ),
+}  # fmt: skip
+
 # What differs from one of these by numbers, or runs as transformers wrote it, takes fewer tests and no cluster.
 MORE_FAMILIES = ("olmo2", "gemma", "ministral", "ministral3", "smollm3", "seed_oss")
 EACH_FAMILY = [
@@ -144,7 +156,7 @@ EACH_FAMILY = [
 def make_model(family: str, folder: Path, seed: int = 0) -> PreTrainedModel:
     """A random model of the family, saved into `folder`."""
     torch.manual_seed(seed)
-    config = (FAMILIES | MIXTURES)[family]()
+    config = (FAMILIES | MIXTURES | RECURRENT)[family]()
     config.initializer_range = 0.25
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

@@ -20,24 +20,23 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, P
 from tests.numerics.adapters import save_adapter
 from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.driver import Driver, Stream, make_runner, put_adapter
-from tests.numerics.published import PUBLISHED
+from tests.numerics.published import PUBLISHED, PUBLISHED_HYBRIDS
 
 PROMPT = [3 + 31 * k % 120 for k in range(60)]  # longer than any window
 
 TEXT_PART = r".*language_model.*\.(q_proj|down_proj)"
 
 
-def published(name: str, folder: Path, **fields: Any) -> PreTrainedModel:
+def published(name: str, folder: Path, *, of: Any = AutoModelForCausalLM, **fields: Any) -> PreTrainedModel:
     """Writes random weights with the published config.json beside them; returns transformers' own eager model."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    told = (PUBLISHED | PUBLISHED_HYBRIDS)[name]
+    (folder / "config.json").write_text(json.dumps(told))
     config = AutoConfig.from_pretrained(folder)
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(PUBLISHED[name] | fields))
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    of.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(told | fields))
+    model: PreTrainedModel = of.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     return model.eval()
 
 

@@ -90,8 +90,14 @@ def fight(family: Family, core: EngineCore, requests: list[Asked], uids: dict[st
     assert (stats.blocks_free, stats.host_blocks_free) == (stats.blocks_total, stats.host_blocks_total)
 
 
-@pytest.mark.parametrize("cache_share", [pytest.param(0.0, marks=pytest.mark.wide), 0.5])
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.wide)])
+@pytest.mark.parametrize(
+    ("name", "cache_share"),
+    [
+        ("llama", 0.5),
+        *[pytest.param(*each, marks=pytest.mark.wide) for each in [("llama", 0.0), ("gemma2", 0.0), ("gemma2", 0.5)]],
+        pytest.param("qwen3_5_text", 0.0, marks=pytest.mark.slow),
+    ],
+)
 def test_outputs_are_the_references(family_of: FamilyOf, name: str, cache_share: float) -> None:
     family = family_of(name)
     runner = make_runner(family.loaded, num_blocks=NUM_BLOCKS, block_size=8, num_host_blocks=20)

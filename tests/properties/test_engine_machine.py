@@ -43,6 +43,7 @@ _COMPOSITIONS = st.lists(
 
 class EngineMachine(RuleBasedStateMachine):
     make_runner: type[FaultyRunner | FaultyAheadRunner] = FaultyRunner
+    has_prefixes = True
 
     @initialize(
         num_blocks=st.integers(2, 24),
@@ -95,7 +96,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_requests=64,
         )
         prefix = None
-        if cache_share:
+        if cache_share and self.has_prefixes:
             prefix = PrefixOptions(PrefixKeys(bytes(32), "model"), cache_share)
         self.core = EngineCore(self.runner, self.backend, limits, prefix, clears_freed=clears_freed)
         self.runner.tenant_of = self.core.tenant_of

@@ -41,6 +41,7 @@ from manylora_worker.kinds.api import (
     StepBatch,
     SwapRunner,
     TokenOutput,
+    state_blocks_of,
 )
 from manylora_worker.kinds.flow import FlowKey
 from manylora_worker.kinds.sequence import GroupTimes, Sequence, SequenceGroup, SequenceStatus, sequence_id_of
@@ -77,7 +78,7 @@ _POLL_S = 0.002  # how often copies of KV are asked for, where nothing else is t
 
 
 class EngineCore:
-    """prefix: None: there is no prefix cache."""
+    """prefix: None: there is no prefix cache, as for a model that keeps states."""
 
     def __init__(
         self,
@@ -90,10 +91,12 @@ class EngineCore:
     ) -> None:
         self._max_requests = limits.max_requests
         arena = limits.arena_of(runner)
+        state_blocks = state_blocks_of(runner)
         lent, least_kv = (0, runner.num_blocks) if arena is None else (arena.home, arena.least_kv)
         max_idle_blocks = 0 if prefix is None else prefix.max_idle_blocks(runner.num_blocks)
+        num_blocks, block_size = runner.num_blocks, runner.block_size
         self._pool = BlockPool(
-            runner.num_blocks, runner.block_size, max_idle_blocks, clears_freed=clears_freed, num_lent=lent
+            num_blocks, block_size, max_idle_blocks, clears_freed=clears_freed, num_lent=lent, state_blocks=state_blocks
         )
         self._prefixes = Prefixes(self._pool, None if prefix is None else prefix.keys)
         self._shares = TenantShares(least_kv, runner.num_blocks + lent)
@@ -104,6 +107,7 @@ class EngineCore:
             runner.block_size,
             self._shares,
             longest_context_tokens=limits.longest_context_tokens,
+            state_blocks=state_blocks,
         )
         self._swapper = Swapper(runner.host_kv if isinstance(runner, SwapRunner) else None, self._pool, self._shares)
         self._step_time = StepTime(limits.planner.target_step_s)
@@ -121,7 +125,7 @@ class EngineCore:
         if arena is not None and isinstance(runner, ArenaRunner):
             self._arena = Arena(runner, self._pool, self._adapters, ArenaPolicy(arena))
         self._prediction = Prediction() if limits.guesses else None
-        self._requests = RequestTable()
+        self._requests = RequestTable(shares_prompts=not state_blocks)
         self._flights = Flights(runner)
         self._fresh: list[GroupTimes] = []  # of requests whose first step this is
         self._begun: tuple[SequenceOf[Part], BlockWork, float] | None = None  # between `begin_step` and `submit`
@@ -180,7 +184,7 @@ class EngineCore:
         scope = self._shares.cache_scope(request.tenant_id)
         group = self._requests.add(request, scope, self._bounds.max_output_tokens(request), now)
         flow = (request.tenant_id, request.qos_class)
-        group.speculates = self._shares.speculates(flow) and can_speculate(group)
+        group.speculates = self._shares.speculates(flow) and can_speculate(group) and not self._pool.state_blocks
         for sequence in group.sequences:
             if not sequence.is_finished:
                 self._masks.take(sequence, sequence.output_token_ids)

@@ -19,13 +19,17 @@ class RequestBounds:
         shares: TenantShares,
         *,
         longest_context_tokens: int = 0,
+        state_blocks: int = 0,
     ) -> None:
-        """longest_context_tokens: with an adapter, which may stretch the model's; by how much its router knows."""
+        """longest_context_tokens: with an adapter, which may stretch the model's; by how much its router knows.
+        state_blocks: of each sequence, beside those of its tokens.
+        """
         self._max_context_tokens = max_context_tokens
         self._longest_context_tokens = max(max_context_tokens, longest_context_tokens)
         self._sequence_slots = sequence_slots
         self._num_blocks = num_blocks
         self._block_size = block_size
+        self._state_blocks = state_blocks
         self._shares = shares
 
     def check(self, request: EngineRequest) -> None:
@@ -57,8 +61,11 @@ class RequestBounds:
             raise InvalidRequest.of(
                 "n", f"{request.n} choices need as many slots, the worker has {self._sequence_slots}"
             )
+        if self._state_blocks and request.n > 1 and request.sampling.prompt_logprobs is not None:
+            raise InvalidRequest.of("n", "this model's choices compute the prompt each: not with prompt_logprobs")
         if self.longest_blocks(request) > self._num_blocks:
-            longest, capacity = self._longest_tokens(request), self._num_blocks * self._block_size
+            capacity = max(0, self._num_blocks - self._state_blocks) * self._block_size
+            longest = self._longest_tokens(request)
             raise InvalidRequest.of(
                 "max_tokens", f"prompt and output are up to {longest + 1} tokens, the worker can hold {capacity}"
             )
@@ -72,7 +79,7 @@ class RequestBounds:
 
     def longest_blocks(self, request: EngineRequest) -> int:
         """Of one choice."""
-        return -(-self._longest_tokens(request) // self._block_size)
+        return self._state_blocks + -(-self._longest_tokens(request) // self._block_size)
 
     def _longest_tokens(self, request: EngineRequest) -> int:
         """In KV, where a choice's last token never is."""

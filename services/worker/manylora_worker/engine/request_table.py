@@ -24,7 +24,9 @@ _CHOICES_BOUND = 64  # sequence ids: arrival x this + choice
 
 
 class RequestTable:
-    def __init__(self) -> None:
+    def __init__(self, *, shares_prompts: bool = True) -> None:
+        """shares_prompts: a request's choices share the prompt's blocks."""
+        self._shares_prompts = shares_prompts
         self._groups: dict[RequestId, SequenceGroup] = {}
         self._sequences: dict[int, Sequence] = {}
         self._arrivals = 0
@@ -77,7 +79,7 @@ class RequestTable:
     def add(self, request: EngineRequest, cache_scope: CacheScope, max_output_tokens: int, now: float) -> SequenceGroup:
         assert request.request_id not in self._groups
         self._arrivals += 1
-        group = SequenceGroup(request, cache_scope, self._arrivals, GroupTimes(added_s=now))
+        group = SequenceGroup(request, cache_scope, self._arrivals, GroupTimes(added_s=now), self._shares_prompts)
         for choice in range(request.n):
             sequence = Sequence(self._arrivals * _CHOICES_BOUND + choice, group, choice, max_output_tokens)
             if request.emitted and request.emitted[choice] is None:

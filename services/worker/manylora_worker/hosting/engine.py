@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import secrets
 from collections.abc import Callable
 from typing import TypeVar
@@ -11,9 +12,12 @@ from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.config import WorkerConfig
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.hosting.runtime import Mailbox, ThreadRuntime
+from manylora_worker.kinds.api import state_blocks_of
 from manylora_worker.memory.prefix_cache import SECRET_BYTES, PrefixKeys, PrefixOptions
 from manylora_worker.models.parts import EngineParts, ModelInfo
 from manylora_worker.planning.step_planner import PlannerLimits
+
+_LOG = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=WorkerConfig)
 # takes the settings, and a call for any thread of the backend when it has news; raises ValueError: the model cannot
@@ -30,13 +34,21 @@ def host(config: C, build: EngineBuilder[C]) -> tuple[ThreadRuntime, EngineParts
     parts = build(config, mailbox.wake)
     limits = dataclasses.replace(engine_limits(config), longest_context_tokens=parts.model.longest)
     arena = limits.arena_of(parts.runner)
-    capacity_tokens = (parts.runner.num_blocks if arena is None else arena.least_kv) * parts.runner.block_size
+    state_blocks = state_blocks_of(parts.runner)
+    capacity_blocks = (parts.runner.num_blocks if arena is None else arena.least_kv) - state_blocks
+    capacity_tokens = capacity_blocks * parts.runner.block_size
     model = dataclasses.replace(
         parts.model,
         max_context_tokens=min(parts.model.max_context_tokens, capacity_tokens),
         longest_context_tokens=min(parts.model.longest_context_tokens, capacity_tokens),
     )
-    prefix = prefix_options(config, model, secrets.token_bytes(SECRET_BYTES))
+    prefix = None if state_blocks else prefix_options(config, model, secrets.token_bytes(SECRET_BYTES))
+    if state_blocks:
+        _LOG.info(
+            "%s has recurrent layers: no prefix cache, no speculation; a sequence's state takes %d of %d blocks, as %d "
+            "tokens do",
+            model.name, state_blocks, parts.runner.num_blocks, state_blocks * parts.runner.block_size,
+        )  # fmt: skip
     core = EngineCore(parts.runner, parts.backend, limits, prefix, clears_freed=config.debug_fill_freed)
     return ThreadRuntime(core, parts.backend, model, mailbox, max_requests=limits.max_requests), parts
 

@@ -122,7 +122,8 @@ class SequenceChunk:
     sequence_id: int
     token_ids: Sequence[int]
     start_position: int
-    block_table: Sequence[int]  # position p stands in block_table[p // block_size] at p % block_size
+    # position p stands in block_table[p // block_size] at p % block_size, behind a RecurrentRunner's `state_blocks`
+    block_table: Sequence[int]
     adapter_uid: AdapterKey | None
     samples: bool
     sampling: Sampling
@@ -236,6 +237,21 @@ class AheadRunner(ModelRunner, Protocol):
 
     def submit(self, batch: StepBatch) -> AheadStep:
         """At most one other is unread then. Raises what is wrong with this step alone; nothing of it was done."""
+
+
+@runtime_checkable
+class RecurrentRunner(ModelRunner, Protocol):
+    """A sequence may keep a state beside keys and values, which every token changes."""
+
+    # A chunk finds the state of all tokens before it, or begins at position 0, where none is read. What a step did to a
+    # state is not taken back: no guesses, no prefix without its state.
+    @property
+    def state_blocks(self) -> int:
+        """The first blocks of each table; 0: the model keeps no state."""
+
+
+def state_blocks_of(runner: ModelRunner) -> int:
+    return runner.state_blocks if isinstance(runner, RecurrentRunner) else 0
 
 
 @runtime_checkable

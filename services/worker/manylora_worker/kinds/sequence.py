@@ -245,12 +245,14 @@ class GroupTimes:
 @dataclass(eq=False)
 class SequenceGroup:
     # The *leader* (the first choice not finished) computes the prompt; when it is through, the others share its
-    # blocks and start from the prompt's last token (`is_forked`).
+    # blocks and start from the prompt's last token (`is_forked`). A recurrent model's state is not shared: each choice
+    # computes for itself.
 
     request: EngineRequest
     cache_scope: CacheScope
     arrival: int
     times: GroupTimes
+    shares_prompt: bool = True
     sequences: list[Sequence] = field(default_factory=list)
     is_resumed: bool = field(init=False)  # behind tokens that an earlier attempt has drawn
     is_forked: bool = field(init=False)
@@ -267,7 +269,7 @@ class SequenceGroup:
         self.holding = Holding(is_shared=self.request.n > 1)
         self.bars = RequestBars.of(self.request)
         self.is_resumed = any(self.request.emitted)
-        self.is_forked = bool(self.request.emitted)  # each choice stands elsewhere, and computes for itself
+        self.is_forked = bool(self.request.emitted) or not self.shares_prompt  # each choice stands elsewhere
 
     @property
     def is_scoring(self) -> bool:

@@ -35,12 +35,16 @@ class BlockPool:
         *,
         clears_freed: bool = False,
         num_lent: int = 0,
+        state_blocks: int = 0,
     ) -> None:
-        """num_lent: of further blocks, behind the others, that adapters have at first."""
+        """num_lent: of further blocks, behind the others, that adapters have at first.
+        state_blocks: those that a sequence's table begins with, which hold no tokens.
+        """
         assert num_blocks > 0
         assert block_size > 0
         self.num_blocks = num_blocks  # without those that are lent
         self.block_size = block_size
+        self.state_blocks = state_blocks
         total = num_blocks + num_lent
         self._lent = dict.fromkeys(range(num_blocks, total))
         self._clears_freed = clears_freed  # a block as soon as it is free
@@ -81,7 +85,16 @@ class BlockPool:
         return dict(self._held_by)
 
     def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        """Of a sequence, its state included."""
+        return self.state_blocks + -(-num_tokens // self.block_size)
+
+    def index_of(self, position: int) -> int:
+        """In a sequence's table."""
+        return self.state_blocks + position // self.block_size
+
+    def tokens_in(self, num_blocks: int) -> int:
+        """That a table of so many blocks has room for."""
+        return max(0, num_blocks - self.state_blocks) * self.block_size
 
     def is_shared(self, block_id: int) -> bool:
         return self._references[block_id] > 1

@@ -19,12 +19,12 @@ class BlockTables:
         return missing + self._writes_shared_block(sequence)
 
     def _writes_shared_block(self, sequence: Sequence) -> bool:
-        index = sequence.num_computed_tokens // self._pool.block_size
+        index = self._pool.index_of(sequence.num_computed_tokens)
         return index < len(sequence.block_table) and self._pool.is_shared(sequence.block_table[index])
 
     def extend(self, sequence: Sequence, end: int) -> None:
         num_blocks = self.missing(sequence, end)
-        index = sequence.num_computed_tokens // self._pool.block_size
+        index = self._pool.index_of(sequence.num_computed_tokens)
         if num_blocks and self._writes_shared_block(sequence):
             shared = sequence.block_table[index]
             copy = sequence.block_table[index] = self._pool.copy_on_write(shared)
@@ -49,6 +49,7 @@ class BlockTables:
         return len(cached)
 
     def share(self, leader: Sequence, sequence: Sequence, num_tokens: int) -> None:
+        assert not self._pool.state_blocks, "each has a state of its own"
         shared = leader.block_table[: self._pool.blocks_for(num_tokens)]
         self._pool.share(sequence.tenant_id, shared)
         sequence.block_table = shared

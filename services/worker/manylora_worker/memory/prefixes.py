@@ -11,6 +11,7 @@ class Prefixes:
     """keys: None: there is no cache."""
 
     def __init__(self, pool: BlockPool, keys: PrefixKeys | None) -> None:
+        assert keys is None or not pool.state_blocks, "a prefix is of no use without its state"
         self._pool = pool
         self._keys = keys
 

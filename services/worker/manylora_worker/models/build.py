@@ -346,6 +346,11 @@ def _build_cache(loaded: LoadedModel, config: WorkerConfig, *, more_blocks: int 
         device=loaded.device,
         marks_free=config.debug_fill_freed,
     )
+    if num_blocks <= cache.state_blocks:
+        raise ModelRefused(
+            f"kv_cache_mb: {num_blocks} blocks hold no sequence: its state in recurrent layers takes "
+            f"{cache.state_blocks} beside those of its tokens"
+        )
     weight_bytes = sum(p.nbytes for p in loaded.model.parameters())
     weight_bytes += sum(m.weight_bytes for m in loaded.model.modules() if isinstance(m, PackedLinear | Fp8Linear))
     _LOG.info(

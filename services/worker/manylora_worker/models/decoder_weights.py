@@ -167,7 +167,7 @@ def read_decoder(loaded: LoadedModel) -> DecoderWeights | None:
     body = model.get_decoder()
     head = model.get_output_embeddings()
     activation = _ACTIVATIONS.get(str(getattr(config, "hidden_act", getattr(config, "hidden_activation", ""))))
-    if activation is None or not _is_plain_head(head):
+    if activation is None or not _is_plain_head(head) or loaded.spec.kv.state is not None:
         return None
     norm = _rms_norm(getattr(body, "norm", None))
     if norm is None or not hasattr(body, "layers") or not hasattr(body, "rotary_emb"):

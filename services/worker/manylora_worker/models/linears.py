@@ -19,11 +19,17 @@ from manylora_worker.weights.sites import Site, Slot
 # family runs as it is (phi3 fuses its projections itself). Only this table names families: one probing pass learns what
 # else a model does differently (windows, soft caps, scales, head counts). A recorder stands in for the attention and
 # notes what each layer hands over.
+_FUSED: Mapping[str, Sequence[Sequence[str]]] = {
+    "self_attn": (("q_proj", "k_proj", "v_proj"),),
+    "mlp": (("gate_proj", "up_proj"),),
+    "linear_attn": (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),),
+}
 FUSED_PROJECTIONS: Mapping[str, Mapping[str, Sequence[Sequence[str]]]] = {
-    family: {"self_attn": (("q_proj", "k_proj", "v_proj"),), "mlp": (("gate_proj", "up_proj"),)}
+    family: _FUSED
     for family in (
         *("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
         *("granite", "smollm3", "exaone4", "olmo2", "olmo3", "seed_oss", "qwen3_moe", "gpt_oss"),
+        "qwen3_5_text",
     )
 }
 

@@ -34,6 +34,7 @@ from manylora_worker.models.experts import (
     taken_over,
 )
 from manylora_worker.models.layers.attention import ATTENTION, register_attention
+from manylora_worker.models.layers.delta_net import find_delta_nets, install_delta_nets
 from manylora_worker.models.layers.kv_cache import KvGeometry
 from manylora_worker.models.layers.lora_linear import LoraLinear, LoraSwitch
 from manylora_worker.models.layers.packed_linear import can_pack
@@ -229,7 +230,7 @@ def prepare_model(
     codes: what the checkpoint has in FP8, which fp8 keeps as it is.
     """
     dtype, device = model.dtype, torch.device(model.device)
-    _check_stateless(model)
+    _check_states(model, device, group)
     modules = modules or linear_modules(model)
     experts = _experts(model, quantization)
     head_modules = head_modules_of(model)
@@ -249,7 +250,7 @@ def prepare_model(
     modules = {**modules, **modules_of(experts)}
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what layers were made of: ranks' first sum takes memory beside torch's allocator
-    probed = probe(model)
+    probed = probe(model, install_delta_nets(model))
     context_tokens = max_context_tokens(model.config.get_text_config())
     spec = ModelSpec(
         name=name,
@@ -291,14 +292,21 @@ def _experts(model: PreTrainedModel, quantization: Quantization) -> list[FoundEx
     return found
 
 
-def _check_stateless(model: PreTrainedModel) -> None:
-    """Raises ModelRefused. State space models and gated delta nets have a convolution over tokens."""
-    path = next((path for path, module in model.named_modules() if isinstance(module, nn.Conv1d)), None)
+def _check_states(model: PreTrainedModel, device: torch.device, group: RankGroup | None) -> None:
+    """Raises ModelRefused. What has a convolution over tokens keeps a state; gated delta nets' is ours to keep."""
+    model_type, nets = model.config.model_type, find_delta_nets(model)
+    known = {id(child) for net in nets.values() for child in net.modules()}
+    convolutions = ((path, each) for path, each in model.named_modules() if isinstance(each, nn.Conv1d))
+    path = next((path for path, each in convolutions if id(each) not in known), None)
     if path is not None:
         raise ModelRefused(
-            f"{model.config.model_type}: {path} keeps a state beside keys and values, from token to token, "
-            "which is not served (recurrent and hybrid models)"
+            f"{model_type}: {path} keeps a state beside keys and values, from token to token, "
+            "which is not served (recurrent layers that are no gated delta nets)"
         )
+    if nets and group is not None:
+        raise ModelRefused(f"{model_type}: recurrent layers: not with --tensor-parallel yet")
+    if nets and device.type == "cuda":
+        raise ModelRefused(f"{model_type}: recurrent layers: not on a GPU yet: start with --device cpu")
 
 
 def model_config(path: str, quantization: Quantization, device: str) -> PretrainedConfig:

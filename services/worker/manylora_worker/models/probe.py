@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from manylora_worker.models.checkpoint import ModelRefused
-from manylora_worker.models.layers.attention import STEP_KEYWORD
-from manylora_worker.models.layers.kv_cache import KvGeometry
+from manylora_worker.models.layers.attention import STEP_KEYWORD, Recurs
+from manylora_worker.models.layers.kv_cache import KvGeometry, StateGeometry
 
 _ATTENTION_KEYWORDS_WITHOUT_EFFECT = frozenset({"position_ids", "use_cache", "cache_position", "position_embeddings"})
 
@@ -37,6 +37,11 @@ class _Recorder:
     layers: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     traits: dict[int, AttentionTraits] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    recurring: list[int] = field(default_factory=list)
+
+    def recur(self, net: Recurs, hidden_states: Tensor) -> Tensor:
+        self.recurring.append(net.index)
+        return torch.zeros_like(hidden_states)
 
     def attend(
         self,
@@ -79,8 +84,8 @@ class Probe:
     attention_traits: Sequence[AttentionTraits]
 
 
-def probe(model: PreTrainedModel) -> Probe:
-    """Raises ModelRefused."""
+def probe(model: PreTrainedModel, state: StateGeometry | None = None) -> Probe:
+    """state: of its recurrent layers. Raises ModelRefused."""
     recorder = _Recorder()
     label = f"{type(model).__name__}"
     try:
@@ -96,7 +101,10 @@ def probe(model: PreTrainedModel) -> Probe:
         raise ModelRefused(
             f"{label}: does not work with other linear layers, or does not hand keywords on to its attention ({error})"
         ) from error
-    num_layers = model.config.get_text_config().num_hidden_layers
+    num_recurring = 0 if state is None else state.num_layers
+    if sorted(recorder.recurring) != list(range(num_recurring)):
+        recorder.problems.append(f"{len(recorder.recurring)} of {num_recurring} recurrent layers are gone through")
+    num_layers = model.config.get_text_config().num_hidden_layers - num_recurring
     if sorted(recorder.layers) != list(range(num_layers)):
         recorder.problems.append(
             f"{len(recorder.layers)} of {num_layers} layers go through transformers' attention interface"
@@ -110,7 +118,7 @@ def probe(model: PreTrainedModel) -> Probe:
         raise ModelRefused(f"{label}: " + "; ".join(dict.fromkeys(recorder.problems)))
     num_kv_heads, head_dim, _ = recorder.layers[0]
     return Probe(
-        KvGeometry(num_layers, num_kv_heads, head_dim),
+        KvGeometry(num_layers, num_kv_heads, head_dim, state),
         vocab_size=output.logits.shape[-1],
         attention_traits=[recorder.traits[i] for i in range(num_layers)],
     )

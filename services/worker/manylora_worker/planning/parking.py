@@ -80,7 +80,7 @@ class Parking:
             self._leave_waiting(sequence)
             sequence.move_to(resumes_as)
             # Its first blocks are as they were before it left: what follows them is found behind them again.
-            end = min(num_blocks * self._pool.block_size, sequence.num_computed_tokens)
+            end = min(self._pool.tokens_in(num_blocks), sequence.num_computed_tokens)
             self._prefixes.publish(sequence, 0, end)
             self.park(sequence)
         self._queue.requeue(sequence)

@@ -362,7 +362,7 @@ class StepPlanner:
             return place
         # A short quantum, up to the end of the block, rather than an eviction.
         block_size = self._pool.block_size
-        left = len(sequence.block_table) * block_size - computed
+        left = self._pool.tokens_in(len(sequence.block_table)) - computed
         num_tokens = min(most, left if left > 0 else block_size)
         return self._place(sequence, num_tokens, computed + num_tokens, may_evict=True)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from manylora_worker.models.layers.kv_cache import KvCache
+from manylora_worker.models.layers.recurrence import StepStates
 
 ATTENTION = "manylora_paged"
 STEP_KEYWORD = "manylora_attention"
@@ -39,6 +40,18 @@ class Attends(Protocol):
 
         sinks: [heads], a logit more in each softmax, which no value goes with.
         """
+
+    def recur(self, net: Recurs, hidden_states: Tensor) -> Tensor:
+        """hidden_states: [1, T, hidden] -> the same."""
+
+
+class Recurs(Protocol):
+    """A layer that keeps a state in place of keys and values."""
+
+    index: int  # among these
+
+    def rows(self, hidden_states: Tensor, states: StepStates) -> Tensor:
+        """[T, hidden] -> the same."""
 
 
 def _attention(
@@ -135,7 +148,9 @@ def _parts(members: list[int], longest: int, most: int | None) -> list[list[int]
 # Padding repeats the row's own blocks, masked with -inf before the softmax, and model_runner.py zeroes a block when a
 # sequence enters it: neither another tenant's values nor a stale NaN takes part.
 class AttentionStep:
-    """Tables and masks are worked out once per sliding window. token_rows: [T], where each new token goes."""
+    """Tables and masks are worked out once per sliding window. token_rows: [T], where each new token goes. states: of
+    a model with recurrent layers.
+    """
 
     def __init__(
         self,
@@ -145,12 +160,14 @@ class AttentionStep:
         num_rows: int,
         decodes: Sequence[DecodeRow],
         prefills: Sequence[PrefillRows],
+        states: StepStates | None = None,
     ) -> None:
         self._cache = cache
         self._token_rows = token_rows
         self._num_rows = num_rows
         self._decodes = decodes
         self._prefills = prefills
+        self._states = states
         self._plans: dict[int | None, _Plan] = {}
 
     def attend(
@@ -174,6 +191,10 @@ class AttentionStep:
         scale = head_dim**-0.5 if scaling is None else scaling
         attended = self.attend_rows(layer, queries, keys, values, scale, sliding_window, softcap, sinks)
         return attended.reshape(1, num_rows, num_heads, head_dim)
+
+    def recur(self, net: Recurs, hidden_states: Tensor) -> Tensor:
+        assert self._states is not None, "the step has no states"
+        return net.rows(hidden_states[0], self._states)[None]
 
     def attend_rows(
         self,

@@ -1,4 +1,7 @@
-"""The paged KV cache: owns the one tensor of all keys and values, and knows nothing of who holds a block."""
+"""The paged KV cache: owns the one tensor of all keys and values, and knows nothing of who holds a block.
+
+Where a model has recurrent layers, a sequence's first blocks hold their state instead (layers/recurrence.py).
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,32 @@ _GATHERED_BYTES = 2 * MIB  # of keys, and of values as many
 
 
 @dataclass(frozen=True)
+class StateGeometry:
+    """What a sequence keeps in each recurrent layer, in float32: a matrix a head, and what a convolution sees of the
+    tokens before.
+    """
+
+    num_layers: int
+    matrices: tuple[int, int, int]  # heads, of keys, of values
+    window: tuple[int, int]  # channels, tokens
+
+    @property
+    def layer_elements(self) -> int:
+        return math.prod(self.matrices) + math.prod(self.window)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.num_layers * self.layer_elements * torch.float32.itemsize
+
+
+@dataclass(frozen=True)
 class KvGeometry:
-    """The same in every layer; the loader refuses other models."""
+    """The same in every layer that attends; the loader refuses other models."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    state: StateGeometry | None = None  # of layers that do not attend
 
     @property
     def row_elements(self) -> int:
@@ -26,6 +49,10 @@ class KvGeometry:
 
     def token_bytes(self, dtype: torch.dtype) -> int:
         return 2 * self.num_layers * self.row_elements * dtype.itemsize  # keys and values over all layers
+
+    def state_blocks(self, block_size: int, dtype: torch.dtype) -> int:
+        """Of a sequence, beside those of its tokens."""
+        return 0 if self.state is None else -(-self.state.size_bytes // (self.token_bytes(dtype) * block_size))
 
     def blocks_in(self, budget_bytes: int, block_size: int, dtype: torch.dtype) -> int:
         return budget_bytes // (self.token_bytes(dtype) * block_size)
@@ -54,6 +81,7 @@ class KvCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
+        self.state_blocks = geometry.state_blocks(block_size, dtype)
         rows_per_block = 2 * geometry.num_layers
         row_elements = geometry.row_elements
         self.marks_free = marks_free

@@ -66,10 +66,15 @@ def _eager(loaded: LoadedModel, prompts: list[list[int]]) -> list[Tensor]:
 
 def _ours(loaded: LoadedModel, planner: LoraPlanner, prompts: list[list[int]]) -> list[tuple[int, int, Tensor]]:
     """(sequence, position, its logits) at the end of every chunk."""
-    num_blocks = sum(map(len, _TABLES))
+    num_blocks, num_states = sum(map(len, _TABLES)), loaded.spec.kv.state_blocks(_BLOCK_SIZE, loaded.dtype)
     cache = KvCache(
-        loaded.spec.kv, num_blocks=num_blocks, block_size=_BLOCK_SIZE, dtype=loaded.dtype, device=loaded.device
+        loaded.spec.kv,
+        num_blocks=num_blocks + len(_TABLES) * num_states,
+        block_size=_BLOCK_SIZE,
+        dtype=loaded.dtype,
+        device=loaded.device,
     )
+    states = [range(num_blocks + i * num_states, num_blocks + (i + 1) * num_states) for i in range(len(_TABLES))]
     runner = TorchModelRunner(loaded, None, cache, planner)
     starts = [0] * len(prompts)
     found = []
@@ -83,7 +88,7 @@ def _ours(loaded: LoadedModel, planner: LoraPlanner, prompts: list[list[int]]) -
                     sequence_id=sequence,
                     token_ids=prompts[sequence][start:end],
                     start_position=start,
-                    block_table=_TABLES[sequence],
+                    block_table=[*states[sequence], *_TABLES[sequence]],
                     adapter_uid=None,
                     samples=True,
                     sampling=Sampling(seed=0, temperature=0.0),

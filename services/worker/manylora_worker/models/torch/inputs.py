@@ -19,6 +19,7 @@ from manylora_worker.models.layers.attention import AttentionStep, DecodeRow, Pr
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.layers.lora_linear import Segment
 from manylora_worker.models.layers.prompt_scores import ScoredRows
+from manylora_worker.models.layers.recurrence import StateRows, StepStates
 from manylora_worker.weights.sites import DeviceAdapter
 
 # A chunk that reads no more over all its tokens is attended token by token, among the sequences that decode: operations
@@ -42,14 +43,14 @@ def _place(chunk: SequenceChunk) -> tuple[str, bool, int]:
     return chunk.adapter_uid or "", len(chunk.token_ids) > 1, -chunk.start_position
 
 
-def entered_blocks(chunks: Sequence[SequenceChunk], block_size: int) -> list[int]:
+def entered_blocks(chunks: Sequence[SequenceChunk], block_size: int, state_blocks: int = 0) -> list[int]:
     """Blocks that chunks begin and leave partly empty: their unwritten ends are stale."""
     blocks = []
     for chunk in chunks:
         end = chunk.start_position + len(chunk.token_ids)
         last_block = (end - 1) // block_size
         if last_block * block_size >= chunk.start_position and end % block_size:
-            blocks.append(chunk.block_table[last_block])
+            blocks.append(chunk.block_table[state_blocks + last_block])
     return blocks
 
 
@@ -57,13 +58,14 @@ def build_inputs(
     batch: StepBatch, cache: KvCache, adapters: Mapping[AdapterUid, DeviceAdapter], device: torch.device
 ) -> StepInputs:
     """Raises KeyError for an adapter that is not on the device."""
-    block_size = cache.block_size
+    block_size, state_blocks = cache.block_size, cache.state_blocks
     order = sorted(range(len(batch.chunks)), key=lambda i: _place(batch.chunks[i]))
     token_ids: list[int] = []
     positions: list[int] = []
     token_rows: list[int] = []
     decodes: list[DecodeRow] = []
     prefills: list[PrefillRows] = []
+    states: list[StateRows] = []
     segments: list[Segment] = []
     segment_of: AdapterKey | None = None  # the last one's
     last_rows = [0] * len(batch.chunks)
@@ -73,6 +75,10 @@ def build_inputs(
         count = len(chunk.token_ids)
         assert count > 0
         start, table = chunk.start_position, chunk.block_table
+        if state_blocks:
+            assert not chunk.num_guesses, "a state cannot be taken back"
+            states.append(StateRows(first_row, first_row + count, start == 0, table[:state_blocks]))
+            table = table[state_blocks:]
         token_ids += chunk.token_ids
         positions += range(start, start + count)
         token_rows += [cache.token_row(table[p // block_size], p % block_size) for p in range(start, start + count)]
@@ -100,6 +106,7 @@ def build_inputs(
             num_rows=num_rows,
             decodes=decodes,
             prefills=prefills,
+            states=StepStates(cache, states, device) if state_blocks else None,
         ),
         segments=segments,
         num_rows=num_rows,

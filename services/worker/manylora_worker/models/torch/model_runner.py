@@ -40,7 +40,7 @@ _Head = Callable[[Tensor], Tensor]
 
 
 class TorchModelRunner:
-    """See api.SwapRunner and api.MergingRunner. weights: None: the model runs as transformers wrote it."""
+    """See api.SwapRunner, RecurrentRunner and MergingRunner. weights: None: the model runs as transformers wrote it."""
 
     def __init__(
         self,
@@ -68,6 +68,10 @@ class TorchModelRunner:
     @property
     def block_size(self) -> int:
         return self._cache.block_size
+
+    @property
+    def state_blocks(self) -> int:
+        return self._cache.state_blocks
 
     @property
     def vocab_size(self) -> int:
@@ -212,6 +216,6 @@ class TorchModelRunner:
         if batch.copy_blocks:
             sources, targets = torch.tensor(batch.copy_blocks, device=device).unbind(1)
             self._cache.copy_blocks(sources, targets)
-        stale = entered_blocks(batch.chunks, self._cache.block_size)
+        stale = entered_blocks(batch.chunks, self._cache.block_size, self._cache.state_blocks)
         if stale:
             self._cache.zero_blocks(torch.tensor(stale, device=device))

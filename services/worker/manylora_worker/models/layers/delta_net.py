@@ -1,0 +1,148 @@
+"""Gated delta nets (Qwen3.5): layers that keep a matrix a head from token to token, in place of keys and values.
+
+`DeltaNet` stands in for the forward of transformers' module, whose linear layers, convolution and norm it calls. The
+rule over several tokens is transformers' own; that over one token of many sequences is here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from manylora_worker.models.layers.attention import STEP_KEYWORD
+from manylora_worker.models.layers.kv_cache import StateGeometry
+from manylora_worker.models.layers.recurrence import LayerStates, StepStates
+
+_PARTS = frozenset({"conv1d", "norm", "out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"})
+_CHUNK_RULE = "torch_chunk_gated_delta_rule"
+_CHUNK_TOKENS = 64  # that the rule takes at once
+_EPS = 1e-6
+
+
+def find_delta_nets(model: nn.Module) -> dict[str, nn.Module]:
+    """By path, those whose parts are known."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if {name for name, _ in module.named_children()} == _PARTS
+        and hasattr(sys.modules[type(module).__module__], _CHUNK_RULE)
+    }
+
+
+def install_delta_nets(model: nn.Module) -> StateGeometry | None:
+    """None: it has none. What attends and what recurs is numbered each for itself: KV is for the one, state for the
+    other.
+    """
+    nets = [DeltaNet(module, index) for index, module in enumerate(find_delta_nets(model).values())]
+    if not nets:
+        return None
+    attending = [module for name, module in model.named_modules() if name.endswith(".self_attn")]
+    for index, module in enumerate(attending):
+        module.layer_idx = index  # type: ignore[assignment]
+    first = nets[0].layer
+    return StateGeometry(
+        num_layers=len(nets),
+        matrices=(first.num_v_heads, first.head_k_dim, first.head_v_dim),
+        window=(first.conv_dim, first.conv_kernel_size - 1),
+    )
+
+
+class DeltaNet:
+    """index: among the model's. Without a step's states the layer computes as transformers wrote it."""
+
+    def __init__(self, layer: nn.Module, index: int) -> None:
+        self.layer: Any = layer
+        self.index = index
+        self._eager: Callable[..., Tensor] = layer.forward
+        self._chunk_rule = getattr(sys.modules[type(layer).__module__], _CHUNK_RULE)
+        layer.forward = self
+
+    def __call__(self, hidden_states: Tensor, **others: Any) -> Tensor:
+        step = others.get(STEP_KEYWORD)
+        if step is None:
+            return self._eager(hidden_states, **others)
+        outputs: Tensor = step.recur(self, hidden_states)
+        return outputs
+
+    def rows(self, hidden_states: Tensor, states: StepStates) -> Tensor:
+        """[T, hidden] -> the same."""
+        layer = self.layer
+        mixed, z = layer.in_proj_qkv(hidden_states), layer.in_proj_z(hidden_states)
+        b, a = layer.in_proj_b(hidden_states), layer.in_proj_a(hidden_states)
+        held = states.read(self.index)
+        key_width = layer.num_k_heads * layer.head_k_dim
+        convolved = self._convolved(mixed, states, held)
+        query, key, value = convolved.split_with_sizes((key_width, key_width, convolved.shape[1] - 2 * key_width), 1)
+        repeats = layer.num_v_heads // layer.num_k_heads
+        query, key = (x.unflatten(1, (-1, layer.head_k_dim)).repeat_interleave(repeats, 1) for x in (query, key))
+        value = value.unflatten(1, (-1, layer.head_v_dim))
+        decay = -layer.A_log.float().exp() * F.softplus(a.float() + layer.dt_bias)
+        mixed = self._ruled((query, key, value, decay, b.sigmoid()), states, held)
+        states.write(held)
+        normed = layer.norm(mixed.reshape(-1, layer.head_v_dim), z.reshape(-1, layer.head_v_dim))
+        outputs: Tensor = layer.out_proj(normed.view(hidden_states.shape[0], -1))
+        return outputs
+
+    def _convolved(self, mixed: Tensor, states: StepStates, held: LayerStates) -> Tensor:
+        """[T, channels] -> the same; windows move on."""
+        layer = self.layer
+        outputs = torch.empty_like(mixed)
+        weight, bias = layer.conv1d.weight, layer.conv1d.bias
+        singles, count = states.single_rows, states.num_singles
+        if count:
+            seen = torch.cat((held.windows[:count], mixed[singles].float().unsqueeze(2)), 2)
+            summed = (seen * weight.float().squeeze(1)).sum(2)
+            outputs[singles] = F.silu(summed if bias is None else summed + bias.float()).to(mixed.dtype)
+            held.windows[:count] = seen[:, :, 1:]
+        for window, run in zip(held.windows[count:], states.runs, strict=True):
+            seen = torch.cat((window.to(mixed.dtype), mixed[run.first_row : run.last_row].T), 1)
+            summed = F.conv1d(seen.unsqueeze(0), weight, bias, groups=weight.shape[0])
+            outputs[run.first_row : run.last_row] = F.silu(summed)[0].T
+            window.copy_(seen[:, -window.shape[1] :])
+        return outputs
+
+    def _ruled(self, inputs: tuple[Tensor, ...], states: StepStates, held: LayerStates) -> Tensor:
+        """query, key, value [T, heads, dim], decay (its logarithm), beta [T, heads] -> as values; matrices move on."""
+        value = inputs[2]
+        outputs = torch.empty_like(value)
+        singles, count = states.single_rows, states.num_singles
+        if count:
+            outputs[singles] = _one_token(held.matrices[:count], *(x[singles].float() for x in inputs)).to(value.dtype)
+        for matrix, run in zip(held.matrices[count:], states.runs, strict=True):
+            query, key, values, decay, beta = (x[None, run.first_row : run.last_row] for x in inputs)
+            found, last = self._chunk_rule(
+                query,
+                key,
+                values,
+                g=decay,
+                beta=beta,
+                chunk_size=min(_CHUNK_TOKENS, run.num_rows),
+                initial_state=matrix[None],
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+            )
+            outputs[run.first_row : run.last_row] = found[0]
+            matrix.copy_(last[0])
+        return outputs
+
+
+def _one_token(matrices: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """matrices: [n, heads, of keys, of values], changed in place; the rest: [n, heads, ...] -> as values.
+
+    Of all a head's matrix holds, the key's part is moved towards the value by beta.
+    """
+    query, key = _normed(query) * query.shape[-1] ** -0.5, _normed(key)
+    matrices.mul_(decay.exp()[..., None, None])
+    remembered = (key.unsqueeze(-2) @ matrices).squeeze(-2)
+    change = (value - remembered) * beta.unsqueeze(-1)
+    matrices.add_(key.unsqueeze(-1) * change.unsqueeze(-2))
+    return (query.unsqueeze(-2) @ matrices).squeeze(-2)
+
+
+def _normed(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPS)
