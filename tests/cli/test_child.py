@@ -77,6 +77,34 @@ async def test_the_last_words_are_not_those_of_an_earlier_start(make: Make) -> N
     assert str(error.value).endswith("svc.log:\nof the second")
 
 
+async def test_the_last_line_of_a_failed_start_is_the_reason(make: Make) -> None:
+    script = """
+import json, sys
+for level, message, more in [
+    ("info", "the model runs on cpu", {}),
+    ("error", "cannot run: weights:\\n cut short", {"exception": "Traceback\\nValueError: 7"}),
+    ("warning", "scheduler stream ended", {"address": "host:1"}),
+]:
+    print(json.dumps({"time": "now", "level": level, "service": "svc", "logger": "l", "message": message, **more}))
+    print("no line of a log", file=sys.stderr)
+sys.exit(1)
+"""
+    with pytest.raises(ChildFailed) as error:
+        await make(script).start()
+    shown = str(error.value).partition("svc.log:\n")[2].splitlines()
+    assert shown[-1] == "error: cannot run: weights: cut short ValueError: 7"
+    assert "info: the model runs on cpu" in shown
+    assert "scheduler stream ended" not in str(error.value)
+
+
+async def test_what_is_ended_at_once_is_not_started_again(make: Make, lines: list[str]) -> None:
+    child = make(STUBBORN)
+    await child.start()
+    child.end_at_once()
+    await child.stop(60)
+    assert (lines, child.starts) == ([], 1)
+
+
 async def test_a_childs_log_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_file, "MAX_BYTES", 1000)
     monkeypatch.setattr(child_module, "LOG_LOOK_S", 0.01)

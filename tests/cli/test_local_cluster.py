@@ -38,6 +38,32 @@ async def test_workers_threads_sleep_while_they_wait(
     assert got == {"scheduler": by_user, "router-0": by_user, "worker-0": seen, "worker-1": seen}
 
 
+ENDS = (
+    "import json, os, signal, sys, time\n"
+    "def end(*_):\n"
+    "    with open(os.environ['ENDED'], 'a') as file: file.write(sys.argv[1] + '\\n')\n"
+    "    sys.exit()\n"
+    "signal.signal(signal.SIGTERM, end)\n"
+    "print(json.dumps({'ready': True, 'address': 'a:1'}), flush=True)\n"
+    "time.sleep(60)"
+)
+
+
+async def test_what_others_need_ends_behind_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def connected(self: LocalCluster) -> None: ...
+
+    monkeypatch.setenv("ENDED", str(tmp_path / "ended"))
+    monkeypatch.setattr(local_cluster, "_python", lambda module: [sys.executable, "-c", ENDS, module])
+    monkeypatch.setattr(LocalCluster, "wait_connected", connected)
+    monkeypatch.setattr(LocalCluster, "_find_etcd", connected)
+    options = ClusterOptions(model=tmp_path, model_name="m", data=tmp_path / "data", etcd="127.0.0.1:1")
+    async with LocalCluster(options):
+        pass
+    ended = (tmp_path / "ended").read_text().split()
+    assert sorted(ended[:2]) == ["manylora_router", "manylora_worker"]
+    assert ended[2:] == ["manylora_scheduler"]
+
+
 @pytest.mark.parametrize(
     ("options", "cores", "threads"),
     [({}, 1, 1), ({}, 2, 1), ({}, 16, 12), ({"workers": 2}, 2, 1), ({"workers": 2}, 8, 3), ({"threads": 3}, 2, 3)],

@@ -22,8 +22,11 @@ FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 5.0
 STEADY_AFTER_S = 10.0  # what lived this long ended for a new reason: the backoff starts over
 LOG_TAIL_LINES = 15
+MAX_TAIL_LINES = 200  # that are looked through for the reason
 LOG_LOOK_S = 1.0
 MAX_READY_LINE_BYTES = 1 << 16
+
+_EVERY_LINE = ("time", "level", "service", "instance", "logger", "message", "exception")
 
 Notify = Callable[[str], None]
 Probe = Callable[[], Awaitable[bool]]
@@ -92,9 +95,15 @@ class Child:
         """The supervisor will notice."""
         self._signal(signal.SIGKILL)
 
+    def end_at_once(self) -> None:
+        """`stop` still has to run."""
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+        self.kill()
+
     def log_tail(self) -> str:
-        """Of the last start."""
-        return self.log.tail(LOG_TAIL_LINES)
+        """Of the last start, for a person; its last line is the reason, where one was told."""
+        return "\n".join(_for_people(self.log.tail(MAX_TAIL_LINES).splitlines())[-LOG_TAIL_LINES:])
 
     async def _bound_log(self) -> None:
         while True:
@@ -216,6 +225,30 @@ async def _copy(stdout: asyncio.StreamReader, log: BinaryIO) -> None:
     while data := await stdout.read(1 << 16):
         log.write(data)
         log.flush()
+
+
+def _for_people(lines: Sequence[str]) -> list[str]:
+    """Lines of JSON as text. What is told behind the last error, as a process closes, explains nothing: left out."""
+    parsed = [_log_line(line) for line in lines]
+    errors = [i for i, line in enumerate(parsed) if line.get("level") in ("error", "critical")]
+    shown = errors[-1] + 1 if errors else len(lines)
+    return [_as_text(line) if line else raw for raw, line in zip(lines[:shown], parsed, strict=False) if raw.strip()]
+
+
+def _as_text(line: Mapping[str, Any]) -> str:
+    exception = str(line.get("exception", "")).strip().splitlines()
+    fields = [f"{name}={value}" for name, value in line.items() if name not in _EVERY_LINE]
+    words = f"{line['level']}: {line['message']} {' '.join(fields)} {exception[-1] if exception else ''}"
+    return " ".join(words.split())
+
+
+def _log_line(line: str) -> Mapping[str, Any]:
+    """Empty: it is none of a service's log."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) and {"level", "message"} <= value.keys() else {}
 
 
 def _how(returncode: int | None) -> str:

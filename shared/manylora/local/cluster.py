@@ -204,13 +204,13 @@ class LocalCluster:
             raise
 
     async def stop(self) -> None:
-        """Idempotent."""
+        """Idempotent. What others need ends behind them, so that none misses it."""
         self._forget_key()
-        services = [child for name, child in self.children.items() if name != ETCD]
         grace_s = self.options.grace_s + (self.options.drain_s or 0)
-        await asyncio.gather(*(child.stop(grace_s) for child in services))
-        if ETCD in self.children:
-            await self.children[ETCD].stop(self.options.grace_s)
+        last = [name for name in self.children if name.startswith(SCHEDULER)]
+        first = [name for name in self.children if name not in (*last, ETCD)]
+        for names in (first, last, [ETCD] if ETCD in self.children else []):
+            await asyncio.gather(*(self.children[name].stop(grace_s) for name in names))
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -218,7 +218,7 @@ class LocalCluster:
     def kill(self) -> None:
         """`stop` still has to run."""
         for child in self.children.values():
-            child.kill()
+            child.end_at_once()
 
     async def wait_connected(self, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
         """Raises ClusterFailed."""
