@@ -397,7 +397,10 @@ def _from_shipped(
     with torch.device("meta"):
         kind = type(AutoModelForCausalLM.from_config(config))  # AutoModel reads folders alone
     model, loading = kind.from_pretrained(None, config=config, dtype=dtype, state_dict=shipped.tensors, **_LOADING)
-    check_modules(scheme, shipped.quantized, frozenset(linear_modules(model)) - head_modules_of(model))
+    linears = frozenset(linear_modules(model)) - head_modules_of(model)
+    if scheme.kind == "mxfp4":
+        linears = frozenset(each.stack for each in find_experts(model))
+    check_modules(scheme, shipped.quantized, linears)
     loading["unexpected_keys"] = set(loading["unexpected_keys"]) - shipped.zero_biases
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)

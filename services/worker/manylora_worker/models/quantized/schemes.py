@@ -26,7 +26,7 @@ class Scheme:
     """skipped: modules that are as they were."""
 
     label: str
-    kind: Literal["fp8", "awq", "gptq"]
+    kind: Literal["fp8", "awq", "gptq", "mxfp4"]
     skipped: tuple[str, ...] = ()
     block: tuple[int, int] | None = None  # of fp8: outputs and inputs that have one scale
     group_size: int = 0  # of 4 bits: inputs that have one scale; 0: all of them
@@ -111,7 +111,11 @@ def scheme_of(stated: Mapping[str, Any]) -> Scheme:
         return _compressed_tensors(stated)
     if method in ("awq", "gptq"):
         return _four_bits(method, stated)
-    raise SchemeRefused(f"{method or 'an unnamed method'}: only fp8, compressed-tensors' FP8, awq and gptq are read")
+    if method == "mxfp4":
+        return Scheme("mxfp4 experts", "mxfp4", skipped=_entries(stated, "modules_to_not_convert"))
+    raise SchemeRefused(
+        f"{method or 'an unnamed method'}: only fp8, compressed-tensors' FP8, awq, gptq and mxfp4 are read"
+    )
 
 
 def _fp8(stated: Mapping[str, Any]) -> Scheme:
@@ -190,13 +194,14 @@ def _entries(stated: Mapping[str, Any], *fields: str) -> tuple[str, ...]:
 
 
 def _names(entry: str, path: str) -> bool:
-    """By a pattern (`re:`), or by consecutive names of the path."""
+    """By a pattern (`re:`), or by consecutive names of the path, of which `*` is any."""
     if entry.startswith("re:"):
         try:
             return re.match(entry[3:], path) is not None
         except re.error as error:
             raise SchemeRefused(f"ignore: {entry!r} is no pattern ({error})") from None
-    return f".{entry}." in f".{path}."
+    names = re.escape(entry).replace(r"\*", "[^.]+")
+    return re.search(rf"(?:^|\.){names}(?:\.|$)", path) is not None
 
 
 def _unpacked(words: Tensor, dim: int, order: Sequence[int]) -> Tensor:

@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from manylora_worker.models.quantized import mxfp4
 from manylora_worker.models.quantized.schemes import FP8, Scheme, SchemeRefused
 
 _LOG = logging.getLogger(__name__)
 _MIB = 1 << 20
-_QUANTIZED = ("qweight", "weight_packed", "qzeros")
+_QUANTIZED = ("qweight", "weight_packed", "qzeros", "weight_scale", "weight_scale_inv", *mxfp4.PARTS)
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,14 @@ def read_shipped(files: list[Path], scheme: Scheme, dtype: torch.dtype, *, keeps
         if _is_quantized(parts):
             if scheme.skips(path):
                 raise SchemeRefused(f"{path}: is quantized, though quantization_config says that it is not")
-            if not parts.keys() & set(scheme.parts):
+            named = mxfp4.PARTS if scheme.kind == "mxfp4" else scheme.parts
+            if not parts.keys() & set(named):
                 raise SchemeRefused(f"{path}: {', '.join(sorted(parts))} is not what {scheme.label} writes")
-            own = {leaf: parts.pop(leaf) for leaf in scheme.parts if leaf in parts}
-            parts["weight"] = scheme.weight(path, own).to(dtype)
+            own = {leaf: parts.pop(leaf) for leaf in named if leaf in parts}
+            if scheme.kind == "mxfp4":
+                parts |= mxfp4.rebuilt_stacks(path, own, dtype)
+            else:
+                parts["weight"] = scheme.weight(path, own).to(dtype)
             if keeps_codes and scheme.kind == "fp8":
                 codes[path] = scheme.codes(path, own)
             quantized.add(path)
@@ -70,12 +75,14 @@ def read_shipped(files: list[Path], scheme: Scheme, dtype: torch.dtype, *, keeps
 
 
 def check_modules(scheme: Scheme, quantized: frozenset[str], linears: frozenset[str]) -> None:
-    """Raises SchemeRefused where they do not fit. linears: paths of all linear layers but the head."""
+    """Raises SchemeRefused where they do not fit. linears: paths of all linear layers but the head, or with mxfp4 of
+    the layers' experts.
+    """
     if not quantized:
         raise SchemeRefused(f"quantization_config tells {scheme.label}, and no layer is quantized")
     strange = sorted(quantized - linears)
     if strange:
-        raise SchemeRefused(f"{strange[0]}: is quantized, and is no linear layer that is served so")
+        raise SchemeRefused(f"{strange[0]}: is quantized, and is no layer that is served so")
     if scheme.kind == "gptq":  # names no module: those without codes are as they were
         return
     plain = sorted(path for path in linears - quantized if not scheme.skips(path))
@@ -87,4 +94,4 @@ def _is_quantized(parts: Mapping[str, Tensor]) -> bool:
     weight = parts.get("weight")
     if weight is not None and weight.dtype in (FP8, torch.float8_e5m2, torch.int8, torch.uint8):
         return True
-    return any(leaf in parts for leaf in (*_QUANTIZED, "weight_scale", "weight_scale_inv"))
+    return any(leaf in parts for leaf in _QUANTIZED)
