@@ -16,7 +16,7 @@ from typing import Any
 from google.protobuf.message import Message
 from manylora_shared.address import join_address, parse_address
 from manylora_shared.errors import Code, RpcError
-from manylora_shared.transport.base import Gate, Method, Service, methods_of
+from manylora_shared.transport.base import Method, Service, methods_of
 from manylora_shared.transport.handling import (
     MAX_MESSAGE_BYTES,
     Admission,
@@ -170,10 +170,10 @@ class MemoryServer:
         self._wire = transport.network.wire
         self._address = address
         self._health = Health([service.descriptor.full_name for service in services])
-        self._methods: dict[str, tuple[Method, Callable[..., Any], Gate | None]] = {
-            method.path: (method, service.handlers[name], service.gate)
+        self._methods: dict[str, tuple[Method, Service]] = {
+            method.path: (method, service)
             for service in (*services, self._health.service())
-            for name, method in methods_of(service.descriptor).items()
+            for method in methods_of(service.descriptor).values()
         }
         self._calls: dict[Call, None] = {}
         self._context = contextvars.copy_context()
@@ -229,13 +229,13 @@ class MemoryServer:
             self._handle(call, *found, server_call), context=self._context.copy()
         )
 
-    async def _handle(
-        self, call: Call, method: Method, handler: Callable[..., Any], gate: Gate | None, server_call: _ServerCall
-    ) -> None:
+    async def _handle(self, call: Call, method: Method, service: Service, server_call: _ServerCall) -> None:
         end = OK
         admission: Admission | None = None
         try:
-            admission = Admission(gate, server_call, method.request_type, _reader(call.requests))
+            reader = _reader(call.requests)
+            admission = Admission(service.gate, server_call, method.request_type, reader, service.check)
+            handler = service.handlers[method.path.rpartition("/")[2]]
             await self._run(call, method, handler, admission, server_call)
         except (Exception, asyncio.CancelledError) as e:
             end = failed(error_of(method.path, e, server_call.metadata))

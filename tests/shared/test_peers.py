@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
-from manylora_shared.coordination.peers import PeerSecret
+from manylora_shared.coordination.peers import PeerSecret, PeerTransport, guarded
 from manylora_shared.errors import Unauthenticated
 from manylora_shared.metadata import PEER_KEY
+from manylora_shared.transport.grpc_transport import GrpcTransport
+from manylora_sim.peers import SIMULATED
+
+from tests.shared.transport_echo import METHODS, echo_service, text
 
 
 class Shown:
@@ -66,3 +73,20 @@ def test_a_file_that_everybody_may_read_is_refused(tmp_path: Path) -> None:
         PeerSecret.of_file(path, random.Random(1).getrandbits)
     path.chmod(0o640)
     assert PeerSecret.of_file(path, random.Random(1).getrandbits).metadata() == {PEER_KEY: "s" * 64}
+
+
+async def test_nothing_of_a_call_without_the_secret_is_parsed() -> None:
+    server = await GrpcTransport().serve("127.0.0.1:0", [guarded(echo_service(), SIMULATED)])
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        for method in METHODS.values():
+            for shown in ((), ((PEER_KEY, "guessed"),)):
+                stream = channel.stream_stream(method.path)(metadata=shown)
+                with suppress(grpc.RpcError, asyncio.InvalidStateError):  # it ends at once, or as it is written
+                    await stream.write(b"\xff no message")
+                    await stream.read()
+                assert await stream.code() is grpc.StatusCode.UNAUTHENTICATED, method.path
+    known = PeerTransport(GrpcTransport(), SIMULATED).connect(server.address)
+    assert (await known.call(METHODS["Unary"], text("known"), timeout=30)).text == "known"
+    assert (await known.stream(METHODS["ServerStream"], text("a,b"), timeout=30).read()).text == "a"
+    await known.close()
+    await server.stop(0)

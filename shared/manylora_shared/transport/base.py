@@ -86,7 +86,8 @@ class Gate(Protocol):
 class Service:
     descriptor: ServiceDescriptor
     handlers: Mapping[str, Callable[..., Any]]
-    check: Callable[[ServerCall], None] | None = None  # the handlers' own: whatever carries their calls asks it first
+    check: Callable[[ServerCall], None] | None = None  # the handlers' own: whatever carries their calls asks it first,
+    # by a call's metadata, before it reads anything
     gate: Gate | None = None
 
     def __post_init__(self) -> None:

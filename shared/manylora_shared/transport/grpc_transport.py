@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from manylora_shared.address import join_address, parse_address
 from manylora_shared.errors import Code, ManyloraError, Overloaded, RpcError
 from manylora_shared.process.heap import give_back
-from manylora_shared.transport.base import Gate, Method, ServerCall, Service, methods_of
+from manylora_shared.transport.base import Method, ServerCall, Service, methods_of
 from manylora_shared.transport.connections import STRANGER, Connections, room
 from manylora_shared.transport.handling import (
     MAX_MESSAGE_BYTES,
@@ -173,35 +173,36 @@ class _Handlers:
             raise Overloaded(f"{MAX_CONCURRENT_CALLS} calls are under way here")
 
     def wrap(self, method: Method, service: Service) -> Any:
-        """grpc's handler object, without (de)serializers. To grpc a gated call is one that streams its request: grpc
-        reads a single one before it asks anybody.
+        """grpc's handler object, without (de)serializers. To grpc a call that is gated or checked is one that streams
+        its request: grpc reads a single one before it asks anybody.
         """
-        handler, gate = service.handlers[method.path.rpartition("/")[2]], service.gate
-        run = (self._streaming if method.server_streaming else self._single)(method, handler, gate)
-        kind = ("stream" if method.client_streaming or gate is not None else "unary") + (
+        is_open = service.gate is None and service.check is None
+        run = (self._streaming if method.server_streaming else self._single)(method, service)
+        kind = ("unary" if is_open and not method.client_streaming else "stream") + (
             "_stream" if method.server_streaming else "_unary"
         )
         return getattr(grpc, f"{kind}_rpc_method_handler")(run)
 
-    def _admitted(self, method: Method, gate: Gate | None, data: Any, context: Any) -> tuple[Admission, _ServerCall]:
-        if gate is None:
+    def _admitted(self, method: Method, service: Service, data: Any, context: Any) -> tuple[Admission, _ServerCall]:
+        if service.gate is None:
             self._check_room()
-        read = _reader(context) if gate is not None or method.client_streaming else _given(data)
+        is_open = service.gate is None and service.check is None
+        read = _given(data) if is_open and not method.client_streaming else _reader(context)
         call = _ServerCall(context)
-        admission = Admission(gate, call, method.request_type, read)
+        admission = Admission(service.gate, call, method.request_type, read, service.check)
         if owner := admission.owner:
             self._connections.vouch(call.peer, owner)
         return admission, call
 
-    def _single(self, method: Method, handler: Callable[..., Any], gate: Gate | None) -> Callable[..., Any]:
-        running = self.running
+    def _single(self, method: Method, service: Service) -> Callable[..., Any]:
+        handler, running = service.handlers[method.path.rpartition("/")[2]], self.running
 
         async def run(data: Any, context: Any) -> bytes:
             task = asyncio.current_task()
             assert task is not None
             admission: Admission | None = None
             try:
-                admission, call = self._admitted(method, gate, data, context)
+                admission, call = self._admitted(method, service, data, context)
                 running.add(task)
                 request = admission if method.client_streaming else await admission.single()
                 response: Message = await handler(request, call)
@@ -218,8 +219,8 @@ class _Handlers:
 
         return run
 
-    def _streaming(self, method: Method, handler: Callable[..., Any], gate: Gate | None) -> Callable[..., Any]:
-        running = self.running
+    def _streaming(self, method: Method, service: Service) -> Callable[..., Any]:
+        handler, running = service.handlers[method.path.rpartition("/")[2]], self.running
 
         async def run(data: Any, context: Any) -> None:
             task = asyncio.current_task()
@@ -231,7 +232,7 @@ class _Handlers:
                 while True:
                     try:
                         if admission is None:
-                            admission, call = self._admitted(method, gate, data, context)
+                            admission, call = self._admitted(method, service, data, context)
                             running.add(task)
                             request = admission if method.client_streaming else await admission.single()
                             responses = handler(request, call).__aiter__()

@@ -69,10 +69,13 @@ class Admission:
         call: ServerCall,
         request_type: type[Message],
         read: Read,
+        check: Callable[[ServerCall], None] | None = None,
     ) -> None:
-        """read: the next message's bytes; None: there are no more. Raises what the gate raises; then `read` was not
-        asked.
+        """read: the next message's bytes; None: there are no more. check: the service's. Raises what gate and check
+        raise; then `read` was not asked.
         """
+        if check is not None:
+            check(call)
         self._hold = gate.enter(call) if gate is not None else None
         self._max_bytes = gate.max_message_bytes if gate is not None else MAX_MESSAGE_BYTES
         self._request_type = request_type
@@ -94,9 +97,10 @@ class Admission:
 
     async def single(self) -> Message:
         """The request of a call that has one."""
-        if self._hold is None:
-            return await anext(self)
-        return await self._parsed(await self._read_in_time(self._hold))
+        data = await (self._read() if self._hold is None else self._read_in_time(self._hold))
+        if data is None:
+            raise InvalidRequest.of("request", "the call ended without one")
+        return await self._parsed(data)
 
     async def _parsed(self, data: bytes) -> Message:
         if (hold := self._hold) is not None:
@@ -117,7 +121,7 @@ class Admission:
                 check_fields(self._request_type, data, MAX_FIELDS)
         return parse_request(self._request_type, data)
 
-    async def _read_in_time(self, hold: Hold) -> bytes:
+    async def _read_in_time(self, hold: Hold) -> bytes | None:
         late = _Late(hold)
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S) as limit:
@@ -130,8 +134,6 @@ class Admission:
         except TimeoutError:
             timed_out = DeadlineExceeded(f"the request was not there after {REQUEST_TIMEOUT_S:g} seconds")
             raise late.refusal or timed_out from None
-        if data is None:
-            raise InvalidRequest.of("request", "the call ended without one")
         return data
 
     def end(self) -> None:
