@@ -26,6 +26,7 @@ pytestmark = pytest.mark.e2e
 
 GENERATE = methods_of(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"])["Generate"]
 CREATE_KEY = methods_of(admin_pb2.DESCRIPTOR.services_by_name["AdminService"])["CreateKey"]
+HEADERS = ("cookie", "last-event-id", "x-amz-security-token", "x-goog-api-key", "x-vault-token")
 EXECUTE = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])["Execute"]
 
 
@@ -64,6 +65,8 @@ async def by_grpc(cluster: UpCluster, planted: Planted) -> None:
         "a wrong token": {"authorization": f"Bearer eyJhbGciOiJFUzI1NiJ9.{planted('claims')}.{planted('signature')}"},
         "api key": {"x-api-key": planted("api key")},
         "two": {"authorization": f"Bearer x, Bearer {planted.key('two')}"},
+        **{name: {name: planted(name)} for name in HEADERS},
+        "a name": {"x-adapter-id": f"https://host/?token={planted('a query')}&X-Amz-Signature={planted('signed')}"},
     }.items():
         with refused():
             request = inference_pb2.GenerateRequest(text=planted(f"text with {where}"))
@@ -88,6 +91,12 @@ async def by_client(cluster: UpCluster, planted: Planted, folder: Path) -> None:
         await operator.keys.revoke(gone.split("-")[1])
         with refused():
             await operator.tenants.apply(f"tenant_id: acme\nkey: {planted.key('a policy')}\n")
+        for line in (f"password: {planted('an unquoted value')}", f"api_key: 'hf_{planted('a hub')}'"):
+            with refused():
+                await operator.tenants.apply(f"tenant_id: acme\nquotas:\n  {line}\n")
+        for source in (f"https://u:{planted('a user')}@host/x", f"https://host/x?token={planted('a source')}"):
+            with refused():
+                await operator.adapters.add_from_source("acme", "planted", source)
         config = {"peft_type": "LORA", "base_model_name_or_path": f"https://u:{planted('a file')}@host/m", "r": 8}
         (folder / "adapter_config.json").write_text(json.dumps(config | {planted("a field"): planted("a value")}))
         (folder / "adapter_model.safetensors").write_bytes(planted("weights").encode())
@@ -116,7 +125,7 @@ def by_http(cluster: UpCluster, planted: Planted) -> None:
         {"Authorization": f"Bearer {planted.key('http key')}"},
         {"Authorization": f"Basic {planted('http basic')}", "X-Api-Key": planted("http x-api-key")},
         {"Authorization": f"Bearer eyJhbGciOiJSUzI1NiJ9.{planted('http claims')}.{planted('http signature')}"},
-        {"Cookie": planted("cookie")},
+        {name: planted(f"http {name}") for name in HEADERS},
     ):
         for path in ("/v1/completions", f"/v1/{planted('path')}?key={planted('query')}", "/v1/load_lora_adapter"):
             for sent in (json.dumps(body), f'{{"prompt": "{planted("no JSON")}'):
