@@ -19,6 +19,7 @@ from tests.numerics.driver import prompts
 from tests.numerics.families import make_model
 from tests.numerics.test_columns import BIASED, RECIPES, reference, save_trained
 from tests.numerics.test_rope import SCALINGS, put_scaled, references
+from tests.numerics.test_token_rows import TOKENS
 
 TENANT = "trained"
 MAX_TOKENS = 16
@@ -39,8 +40,8 @@ async def test_what_trainers_write(tmp_path: Path) -> None:
     make_model("qwen2", base)
     oracles: dict[str, tuple[Reference, str | None]] = {}
     folders: dict[str, Path] = {}
-    for seed, kind in enumerate(("dora", "both", "low")):
-        folders[kind] = save_trained(base, tmp_path / kind, seed, (RECIPES | BIASED)[kind])
+    for seed, kind in enumerate(("dora", "both", "low", "apart")):
+        folders[kind] = save_trained(base, tmp_path / kind, seed, (RECIPES | BIASED | TOKENS)[kind])
         oracles[kind] = reference(base, folders[kind]), "own"
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     plain = save_adapter(model, tmp_path / "plain", 5, **recipes("qwen2")["all-linear"])

@@ -52,6 +52,8 @@ def save_trained(family_folder: Path, folder: Path, seed: int, recipe: dict[str,
                 parameter.mul_(torch.rand_like(parameter) + 0.5)
             elif name.endswith("bias") and parameter.requires_grad:
                 parameter.normal_(std=0.3)
+            elif "trainable_tokens" in name:
+                parameter.normal_(std=0.5)
     wrapped.save_pretrained(folder, save_embedding_layers=False)
     return folder
 

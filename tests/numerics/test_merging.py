@@ -22,6 +22,7 @@ from tests.numerics.adapters import recipes, save_adapter
 from tests.numerics.families import EACH_FAMILY, make_model
 from tests.numerics.test_columns import BIASED, RECIPES, save_trained
 from tests.numerics.test_rope import SCALINGS, put_scaled, references
+from tests.numerics.test_token_rows import TOKENS
 
 
 def logits_of(folder: Path) -> torch.Tensor:
@@ -91,10 +92,13 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "merged").exists()
 
 
-@pytest.mark.parametrize("kind", ["dora", "biases", "both"])
-def test_gains_and_biases_are_merged_as_peft_merges_them(kind: str, tmp_path: Path) -> None:
-    model = make_model("qwen2", tmp_path / "base")
-    adapter = save_trained(tmp_path / "base", tmp_path / "adapter", 5, (RECIPES | BIASED)[kind])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("qwen2", "dora"), ("qwen2", "biases"), ("qwen2", "both"), ("qwen2", "apart"), ("llama", "tokens")],
+)
+def test_gains_biases_and_tokens_are_merged_as_peft_merges_them(name: str, kind: str, tmp_path: Path) -> None:
+    model = make_model(name, tmp_path / "base")
+    adapter = save_trained(tmp_path / "base", tmp_path / "adapter", 5, (RECIPES | BIASED | TOKENS)[kind])
     assert merge(str(tmp_path / "base"), adapter, tmp_path / "merged") > 0
     merged = PeftModel.from_pretrained(model, adapter).merge_and_unload().eval()
     with torch.no_grad():

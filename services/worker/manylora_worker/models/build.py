@@ -308,7 +308,8 @@ def _report(folder: Path, layout: Layout, extras: Extras, base: AdapterBase, key
         coverage=coverage,
         rope="" if extras.rope is None else extras.rope.text,
         max_context_tokens=0 if extras.rope is None else extras.rope.max_context_tokens,
-        goes_alone=bool(extras.vectors) or (not base.composes_experts and any(placed.experts for placed in layout)),
+        goes_alone=bool(extras.vectors or extras.tokens)
+        or (not base.composes_experts and any(placed.experts for placed in layout)),
     )
 
 

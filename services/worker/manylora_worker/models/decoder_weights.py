@@ -104,6 +104,7 @@ class DecoderLayer:
 class DecoderWeights:
     layers: Sequence[DecoderLayer]
     embed: Callable[[Tensor], Tensor]
+    embed_scale: float  # by which it multiplies the embeddings' rows
     final_norm: Tensor
     head: nn.Linear | PackedLinear | SharedHead  # without a bias
     ropes: Sequence[tuple[Tensor, Tensor]]  # cos and sin, float32 [positions, rotated / 2]
@@ -185,6 +186,7 @@ def read_decoder(loaded: LoadedModel) -> DecoderWeights | None:
     return DecoderWeights(
         layers=layers,
         embed=embed,
+        embed_scale=_scale_of(body.embed_tokens, loaded.dtype) * factors.embedding / factors.residual,
         final_norm=norm,
         head=head,
         ropes=ropes,
@@ -196,6 +198,11 @@ def read_decoder(loaded: LoadedModel) -> DecoderWeights | None:
         logit_softcap=getattr(config, "final_logit_softcapping", None),
         group=loaded.group,
     )
+
+
+def _scale_of(embeddings: nn.Module, dtype: torch.dtype) -> float:
+    scale = getattr(embeddings, "embed_scale", None)
+    return 1.0 if scale is None else float(torch.as_tensor(scale).to(dtype))
 
 
 _KNOWN_LAYER_PARTS = frozenset(

@@ -46,7 +46,7 @@ from manylora_worker.models.quantized.shipped import check_modules, read_shipped
 from manylora_worker.models.ranks.cuts import cut_head, cut_linears
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.models.rope import base_rope
-from manylora_worker.weights.sites import ExpertShape, Site, Slot
+from manylora_worker.weights.sites import ExpertShape, Site, Slot, TokenBase
 from manylora_worker.weights.source import AdapterBase
 
 _LOG = logging.getLogger(__name__)
@@ -116,6 +116,7 @@ class LoadedModel:
             biased=frozenset(self._biased()),
             vectors_problem=self._vectors_problem,
             experts=spec.experts,
+            tokens=self._token_base(is_read=is_read),
             composes_experts=is_cpu,
             rope=base_rope(
                 self.model.config.get_text_config(),
@@ -123,6 +124,22 @@ class LoadedModel:
                 is_read=is_read,
                 rotates_all=all(traits.rotates for traits in self.attention_traits),
             ),
+        )
+
+    def _token_base(self, *, is_read: bool) -> TokenBase:
+        model = self.model
+        embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+        paths = {id(module): path for path, module in model.named_modules()}
+        problem = "" if is_read else "is not served of a model that runs as transformers wrote it"
+        if self.device.type == "cuda":
+            problem = "is served on the CPU alone"
+        return TokenBase(
+            embeddings=paths[id(embeddings)],
+            head=paths.get(id(head), ""),
+            num_tokens=embeddings.num_embeddings,
+            width=embeddings.embedding_dim,
+            is_tied=bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False)),
+            problem=problem if self.group is None else "is not served with --tensor-parallel",
         )
 
     @property

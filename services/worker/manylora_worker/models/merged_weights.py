@@ -68,6 +68,8 @@ class MergedWeights:
             raise MergeRefused("the adapter rotates positions in its own way, which is not in the weights")
         if adapter.experts:
             raise MergeRefused("the adapter changes experts, which are not merged")
+        if adapter.tokens:
+            raise MergeRefused("the adapter brings tokens' rows of the embeddings or the head, which are not merged")
         if adapter.columns:
             raise MergeRefused("the adapter scales or shifts what layers give (DoRA, biases), which is not merged")
         if any(site not in self._linears for site in adapter.sites):

@@ -36,8 +36,16 @@ from manylora_worker.models.digest import model_digest
 from manylora_worker.models.experts import expert_linear, find_experts, merge_stacks
 from manylora_worker.models.rope import base_rope, stretch
 from manylora_worker.weights.layout import VectorKind
-from manylora_worker.weights.peft_config import ModuleMatcher, PatternTimeout, Problems, parse_settings
-from manylora_worker.weights.source import parse_key
+from manylora_worker.weights.peft_config import (
+    LoraSettings,
+    ModuleMatcher,
+    PatternTimeout,
+    Problems,
+    parse_settings,
+    trained_tokens,
+)
+from manylora_worker.weights.sites import TokenBase
+from manylora_worker.weights.source import TOKENS, parse_key
 from manylora_worker.weights.stacked import is_stack_key
 
 _MAX_RANK = 1 << 20
@@ -102,6 +110,8 @@ def _add(model: PreTrainedModel, config: Mapping[str, object], tensors: Mapping[
     mixtures = find_experts(model)
     stacks = {each.stack: each.shape for each in mixtures}
     routers = {each.router for each in mixtures}
+    tokens = {path: parts.pop(path) for path in [path for path, own in parts.items() if TOKENS in own]}
+    _merge_tokens(model, settings, tokens)
     merge_stacks(model, stacks, parts, matcher)
     for path, own in sorted(parts.items()):
         if is_stack_key(path, stacks):
@@ -135,7 +145,31 @@ def _add(model: PreTrainedModel, config: Mapping[str, object], tensors: Mapping[
                 raise InvalidRequest.of(path, f"has magnitudes {list(magnitude.shape)}, which do not fit")
             merged *= (magnitude.float() / merged.norm(dim=1))[:, None]
         weight.copy_(merged.T if is_turned else merged)
-    return len(parts)
+    return len(parts) + len(tokens)
+
+
+def _merge_tokens(
+    model: PreTrainedModel, settings: LoraSettings, found: Mapping[str, Mapping[str | VectorKind, Tensor]]
+) -> None:
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    paths = {id(module): path for path, module in model.named_modules()}
+    base = TokenBase(
+        paths[id(embeddings)],
+        paths.get(id(head), ""),
+        embeddings.weight.shape[0],
+        embeddings.weight.shape[1],
+        is_tied=embeddings.weight is head.weight,
+        problem="",
+    )
+    problems = Problems()
+    shapes = {path: tuple(own[TOKENS].shape) for path, own in found.items()}
+    for each in trained_tokens(settings, base, shapes, problems):
+        if base.is_tied and not (each.embeds and each.heads):
+            raise InvalidRequest.of(each.path, "shares its weight with the model's other end, which has not these rows")
+        module = embeddings if each.embeds else head
+        module.weight.data[list(each.ids)] = found[each.path][TOKENS].to(module.weight.dtype)
+    if problems.violations:
+        raise InvalidRequest.of_all(problems.violations)
 
 
 def _merge_biases(path: str, module: nn.Module, own: Mapping[str | VectorKind, Tensor], scale: float) -> None:

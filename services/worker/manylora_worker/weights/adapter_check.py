@@ -23,7 +23,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, order=True)
 class ChangedModule:
     path: str
-    rank: int  # 0: its biases alone are changed
+    rank: int  # 0: its biases, or some tokens' rows, alone are changed
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ def coverage_of(
 ) -> Coverage:
     """Of a file that a reader found good. Raises AdapterInvalid where a tensor belongs to nothing that is computed."""
     ranks = {base.sites[vector.site].slots[vector.slot].path: 0 for vector in extras.vectors}
+    for tokens in extras.tokens:
+        ranks[base.tokens.embeddings if tokens.embeds else base.tokens.head] = 0
     for placed in layout:
         ranks |= {base.sites[placed.site].slots[slot].path: stop - start for slot, start, stop, _ in placed.slots}
     modules = sorted({ChangedModule(_shown(path, base), rank) for path, rank in ranks.items()})

@@ -14,7 +14,7 @@ from manylora_shared.ids import AdapterUid
 from manylora_shared.stores.adapter_rope import RopeScaling, parsed
 from torch import Tensor
 
-from manylora_worker.weights.sites import DeviceAdapter, Site, SiteWeights, SlotWeights
+from manylora_worker.weights.sites import DeviceAdapter, Site, SiteWeights, SlotWeights, TokenRows
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,22 @@ class PlacedVector:
 
 
 @dataclass(frozen=True)
+class PlacedTokens:
+    """Some tokens' rows of the input embeddings, of the head, or of both."""
+
+    ids: tuple[int, ...]
+    embeds: bool
+    heads: bool
+    placed: Placed  # a row each
+
+
+@dataclass(frozen=True)
 class Extras:
     """What an adapter brings beside its matrices."""
 
     rope: RopeScaling | None = None
-    vectors: tuple[PlacedVector, ...] = ()  # behind the layout, in order
+    tokens: tuple[PlacedTokens, ...] = ()  # behind the layout, in order
+    vectors: tuple[PlacedVector, ...] = ()  # behind the tokens
 
 
 NO_EXTRAS = Extras()
@@ -71,6 +82,7 @@ NO_EXTRAS = Extras()
 def told_extras(extras: Extras) -> dict[str, Any]:
     """In JSON, for `heard_extras` in another process."""
     told: dict[str, Any] = {"vectors": [[each.kind, each.site, each.slot] for each in extras.vectors]}
+    told["tokens"] = [[each.ids, each.embeds, each.heads, each.placed.columns] for each in extras.tokens]
     rope = extras.rope
     return told if rope is None else {**told, "rope": dict(rope.parameters), "context": rope.max_context_tokens}
 
@@ -81,14 +93,30 @@ def heard_extras(told: Mapping[str, Any], layout: Layout, sites: Sequence[Site])
     if "rope" in told:
         rope = RopeScaling(tuple(sorted(parsed(told["rope"]).items())), int(told["context"]))
     wanted = [(VectorKind(kind), int(site), int(slot)) for kind, site, slot in told["vectors"]]
-    return Extras(rope, place_vectors(wanted, layout, sites))
+    rows = [(tuple(map(int, ids)), bool(embeds), bool(heads)) for ids, embeds, heads, _ in told["tokens"]]
+    tokens = place_tokens(rows, layout, int(told["tokens"][0][3]) if rows else 0)
+    return Extras(rope, tokens, place_vectors(wanted, layout, sites, tokens))
+
+
+def place_tokens(
+    wanted: Sequence[tuple[tuple[int, ...], bool, bool]], layout: Layout, width: int
+) -> tuple[PlacedTokens, ...]:
+    """wanted: ids, embeds, heads of each."""
+    start, placed = elements_of(layout), []
+    for ids, embeds, heads in wanted:
+        placed.append(PlacedTokens(ids, embeds, heads, Placed(start, len(ids), width)))
+        start += len(ids) * width
+    return tuple(placed)
 
 
 def place_vectors(
-    wanted: Sequence[tuple[VectorKind, int, int]], layout: Layout, sites: Sequence[Site]
+    wanted: Sequence[tuple[VectorKind, int, int]],
+    layout: Layout,
+    sites: Sequence[Site],
+    tokens: Sequence[PlacedTokens] = (),
 ) -> tuple[PlacedVector, ...]:
     """wanted: kind, site, slot of each."""
-    start, placed = elements_of(layout), []
+    start, placed = elements_before(layout, tokens), []
     for kind, site, slot in wanted:
         width = sites[site].slots[slot].stop - sites[site].slots[slot].start
         placed.append(PlacedVector(kind, site, slot, Placed(start, 1, width)))
@@ -98,12 +126,17 @@ def place_vectors(
 
 def elements_with(layout: Layout, extras: Extras) -> int:
     last = extras.vectors[-1].placed if extras.vectors else None
-    return elements_of(layout) if last is None else last.start + last.columns
+    return elements_before(layout, extras.tokens) if last is None else last.start + last.columns
+
+
+def elements_before(layout: Layout, tokens: Sequence[PlacedTokens]) -> int:
+    """Of all but the vectors."""
+    return elements_of(layout) + sum(each.placed.rows * each.placed.columns for each in tokens)
 
 
 @dataclass(frozen=True)
 class PlacedColumns:
-    """Of a slot, on a device whose kernels scale and shift its outputs: gains, then shifts, behind the matrices."""
+    """Of a slot, on a device whose kernels scale and shift its outputs: gains, then shifts, in the vectors' place."""
 
     site: int
     slot: int
@@ -111,10 +144,10 @@ class PlacedColumns:
     width: int
 
 
-def place_columns(layout: Layout, vectors: Sequence[PlacedVector]) -> list[PlacedColumns]:
+def place_columns(layout: Layout, extras: Extras) -> list[PlacedColumns]:
     """In order."""
-    widths = {(each.site, each.slot): each.placed.columns for each in vectors}
-    start, placed = elements_of(layout), []
+    widths = {(each.site, each.slot): each.placed.columns for each in extras.vectors}
+    start, placed = elements_before(layout, extras.tokens), []
     for (site, slot), width in sorted(widths.items()):
         placed.append(PlacedColumns(site, slot, start, width))
         start += 2 * width
@@ -143,7 +176,11 @@ class HostAdapter:
                 a_t=placed.a.of(buffer).t(),
                 slots=tuple(SlotWeights(slot, start, stop, b.of(buffer)) for slot, start, stop, b in placed.slots),
             )
-        return DeviceAdapter(self.uid, sites, buffer.nbytes, self.extras.rope, experts=experts)
+        tokens = tuple(
+            TokenRows(torch.tensor(each.ids, device=device), each.placed.of(buffer), each.embeds, each.heads)
+            for each in self.extras.tokens
+        )
+        return DeviceAdapter(self.uid, sites, buffer.nbytes, self.extras.rope, experts=experts, tokens=tokens)
 
 
 def lay_out(sites: Sequence[Site], ranks: Mapping[str, int]) -> Layout:

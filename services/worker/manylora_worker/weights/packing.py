@@ -25,6 +25,7 @@ from manylora_worker.weights.layout import (
     VectorKind,
     elements_with,
     lay_out,
+    place_tokens,
     place_vectors,
 )
 from manylora_worker.weights.sites import Site
@@ -60,6 +61,13 @@ class ModuleVector(NamedTuple):
     scale: float
 
 
+class ModuleTokens(NamedTuple):
+    ids: tuple[int, ...]
+    embeds: bool
+    heads: bool
+    stored: StoredMatrix  # [ids, width]
+
+
 class _Copy(NamedTuple):
     """[shape] in both; `strides` are the file's."""
 
@@ -90,6 +98,7 @@ class Packing:
         dtype: torch.dtype,
         rope: RopeScaling | None = None,
         vectors: Sequence[ModuleVector] = (),
+        tokens: Sequence[ModuleTokens] = (),
     ) -> Packing:
         """modules: by path. Each belongs to a site, and its shapes fit, as those of `vectors`."""
         layout = lay_out(sites, {path: weights.a.rows for path, weights in modules.items()})
@@ -121,14 +130,21 @@ class Packing:
                     ),
                 )
         slots = {slot.path: (site.index, i) for site in sites for i, slot in enumerate(site.slots)}
-        placed_vectors = place_vectors([(each.kind, *slots[each.path]) for each in vectors], layout, sites)
+        width = tokens[0].stored.columns if tokens else 0
+        placed_tokens = place_tokens([each[:3] for each in tokens], layout, width)
+        for token, rows in zip(tokens, placed_tokens, strict=True):
+            stored = token.stored
+            shape = (stored.rows, width)
+            copies.append(_Copy(stored.dtype, shape, stored.strides, stored.first_byte, rows.placed.start, 1.0, True))
+        wanted = [(each.kind, *slots[each.path]) for each in vectors]
+        placed_vectors = place_vectors(wanted, layout, sites, placed_tokens)
         for vector, found in zip(vectors, placed_vectors, strict=True):
             shape, stored = (1, found.placed.columns), vector.stored
             first = sites[found.site].slots[found.slot].first_output * stored.dtype.itemsize
             copies.append(
                 _Copy(stored.dtype, shape, (1, 1), stored.first_byte + first, found.placed.start, vector.scale, False)
             )
-        return cls(config, layout, dtype, copies, Extras(rope, placed_vectors), is_padded)
+        return cls(config, layout, dtype, copies, Extras(rope, placed_tokens, placed_vectors), is_padded)
 
     def pack(self, content: Tensor, uid: AdapterUid, allocate: Callable[[int, torch.dtype], Tensor]) -> HostAdapter:
         """content: the whole file, [bytes] uint8. allocate: see source.read_adapter."""

@@ -17,10 +17,13 @@ import regex
 from manylora_shared.errors import FieldViolation, shown
 from manylora_shared.stores.model_files import model_name
 
+from manylora_worker.weights.sites import TokenBase
+
 MAX_PATTERN_CHARS = 4096
 MAX_GROUPS = 128  # opening brackets of a pattern: a parser's recursion is as deep
 MAX_REPEATS = 10_000  # the counts of a pattern, multiplied: so often a compiled pattern may hold its text
 MAX_NAMES = 4096  # of a list, and of the patterns of a map
+MAX_TRAINED_TOKENS = 256  # of embeddings or head: each row's token is looked for among them
 MAX_TOLD_CHARS = 400  # of what a problem's field and description say each; both may quote the file
 COMPILE_BUDGET_S = 0.5  # of a core, for all patterns of one configuration
 PATTERN_BUDGET_S = 2.0  # for all pattern matching of one adapter together
@@ -29,7 +32,8 @@ _HONOURED = frozenset(
     {
         "alpha_pattern", "base_model_name_or_path", "bias", "exclude_modules", "init_lora_weights", "layers_pattern",
         "layers_to_transform", "lora_alpha", "lora_bias", "peft_type", "r", "rank_pattern", "rope_parameters",
-        "rope_scaling", "target_modules", "target_parameters", "task_type", "use_dora", "use_rslora",
+        "rope_scaling", "target_modules", "target_parameters", "task_type", "trainable_token_indices", "use_dora",
+        "use_rslora",
     }
 )  # fmt: skip
 _WITHOUT_EFFECT = frozenset(
@@ -43,12 +47,16 @@ _WITHOUT_EFFECT = frozenset(
 _NAMELESS = re.compile(r"\.{1,2}|checkpoint-[0-9]+|[0-9a-f]{40}")
 _QUANTIZED = re.compile(r"(-unsloth)?-bnb-4bit$")
 _REFUSED = {
-    "modules_to_save": "fully trained modules are not supported",
-    "trainable_token_indices": "trained token embeddings are not supported",
     "layer_replication": "replicated layers are not supported",
     "alora_invocation_tokens": "activated LoRA is not supported",
     "use_qalora": "QA-LoRA is not supported",
 }
+_WHOLE = (
+    "modules trained as a whole are not served. A head or embeddings of an adapter's own take more memory than all of "
+    "its other weights, and norms of its own no kernel reads: train some tokens' rows (trainable_token_indices), or "
+    "LoRA on lm_head; or merge the adapter (merge_and_unload) and serve what comes out as a base model"
+)
+TOKENS_KEY = "trainable_token_indices"
 _BIASES = ("none", "lora_only", "all")
 _INITIALIZATIONS_ON_THE_BASE_AS_IT_IS = (True, False, None, "gaussian", "eva", "orthogonal")
 
@@ -70,6 +78,7 @@ class LoraSettings:
     lora_bias: bool = False
     trains_biases: bool = False  # of the base model
     target_parameters: tuple[str, ...] = ()  # weights, by the end of their names
+    tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by the end of a path; "": the embeddings'
 
     @property
     def has_vectors(self) -> str:
@@ -86,6 +95,17 @@ class Problems:
 
     def add(self, field_name: str, description: str) -> None:
         self.violations.append(FieldViolation(_cut(field_name), _cut(description)))
+
+    def first(self, most: int) -> list[FieldViolation]:
+        """The last one says how many more there are."""
+        found = self.violations
+        if len(found) <= most:
+            return found
+        return [*found[: most - 1], FieldViolation("adapter", f"... and {len(found) - most + 1} more problems")]
+
+
+def some_of(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _cut(text: str) -> str:
@@ -193,7 +213,7 @@ def parse_settings(
     flags = {name: _flag(config, name, problems) for name in ("use_rslora", "use_dora", "lora_bias")}
     bias = _bias(config, flags, problems)
     targets = _names_or_pattern(config, "target_modules", patterns, problems)
-    parameters = _parameters(config, problems)
+    parameters, tokens = _parameters(config, problems), _tokens(config, problems)
     if targets is None and parameters:
         targets = ()
     if targets is None:
@@ -217,6 +237,7 @@ def parse_settings(
         layers_to_transform=layers,
         layers_pattern=layers_pattern,
         target_parameters=parameters,
+        tokens=tokens,
     )
 
 
@@ -226,6 +247,75 @@ def _parameters(config: Mapping[str, Any], problems: Problems) -> tuple[str, ...
         return tuple(value)
     problems.add("target_parameters", f"must be a list of names, {MAX_NAMES} at most")
     return ()
+
+
+def _tokens(config: Mapping[str, Any], problems: Problems) -> dict[str, tuple[int, ...]]:
+    value = config.get(TOKENS_KEY) or {}
+    named = {"": value} if isinstance(value, list) else value
+    if not isinstance(named, dict) or not all(map(_are_tokens, named.values())):
+        problems.add(
+            TOKENS_KEY, f"must be a list of {MAX_TRAINED_TOKENS} token ids at most, each once, or such by module"
+        )
+        return {}
+    return {str(name): tuple(ids) for name, ids in named.items()}
+
+
+def _are_tokens(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and 0 < len(value) <= MAX_TRAINED_TOKENS
+        and all(type(each) is int and each >= 0 for each in value)
+        and len(set(value)) == len(value)
+    )
+
+
+@dataclass(frozen=True)
+class TrainedTokens:
+    path: str
+    ids: tuple[int, ...]
+    embeds: bool
+    heads: bool
+
+
+def trained_tokens(
+    settings: LoraSettings, base: TokenBase, shapes: Mapping[str, tuple[int, ...]], problems: Problems
+) -> list[TrainedTokens]:
+    """As peft takes them: of a tied model the embeddings' are the head's too, unless it has others. shapes: by path, of
+    what the file has.
+    """
+    tokens = _told_tokens(settings, base, problems)
+    fitting = {each.path: (len(each.ids), base.width) for each in tokens}
+    for path in sorted(shapes.keys() ^ fitting.keys()) if not problems.violations else ():
+        problems.add(
+            TOKENS_KEY, f"tells of tokens of {path}, for which there are no rows, or not of those that there are"
+        )
+    for path in sorted(shapes.keys() & fitting.keys()):
+        if shapes[path] != fitting[path]:
+            problems.add(
+                path, f"has shape {list(shapes[path])}, but {list(fitting[path])} fits its tokens and the base"
+            )
+    return [each for each in tokens if shapes.get(each.path) == fitting[each.path]]
+
+
+def _told_tokens(settings: LoraSettings, base: TokenBase, problems: Problems) -> list[TrainedTokens]:
+    found: dict[str, tuple[int, ...]] = {}
+    for name, ids in settings.tokens.items():
+        paths = [path for path in (base.embeddings, base.head) if f".{path}".endswith(f".{name}")]
+        path = base.embeddings if not name else paths[0] if paths else ""
+        if base.problem:
+            problems.add(TOKENS_KEY, base.problem)
+        elif not path:
+            problems.add(TOKENS_KEY, f"names {shown(name)}, neither the embeddings nor the output head")
+        elif max(ids) >= base.num_tokens:
+            problems.add(
+                TOKENS_KEY, f"has token {max(ids)}, but the base model's vocabulary ends at {base.num_tokens - 1}"
+            )
+        else:
+            found[path] = ids
+    own, heads = found.get(base.embeddings), found.get(base.head)
+    is_shared = base.is_tied and own is not None and heads in (None, own)
+    tokens = [] if own is None else [TrainedTokens(base.embeddings, own, True, is_shared)]
+    return tokens if heads is None or is_shared else [*tokens, TrainedTokens(base.head, heads, False, True)]
 
 
 def _check_identity(config: Mapping[str, Any], base_names: Sequence[str], problems: Problems) -> None:
@@ -257,13 +347,17 @@ def _check_unsupported(config: Mapping[str, Any], problems: Problems) -> None:
         value = config.get(name)
         if value:
             problems.add(name, reason)
+    whole = config.get("modules_to_save")
+    if whole:
+        names = some_of(list(map(str, whole))) if isinstance(whole, list) else shown(str(whole))
+        problems.add("modules_to_save", f"{names}: {_WHOLE}")
     if config.get("init_lora_weights", True) not in _INITIALIZATIONS_ON_THE_BASE_AS_IT_IS:
         problems.add(
             "init_lora_weights",
             f"{config['init_lora_weights']!r} changes the base model's weights; convert the adapter to plain LoRA "
             "(save_pretrained with path_initial_model_for_weight_conversion)",
         )
-    known = _HONOURED | _WITHOUT_EFFECT | _REFUSED.keys()
+    known = _HONOURED | _WITHOUT_EFFECT | _REFUSED.keys() | {"modules_to_save"}
     for name in sorted(set(config) - known, key=str):
         if config[name]:
             problems.add(name, "this field is not supported with a value other than its default")

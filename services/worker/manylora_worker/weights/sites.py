@@ -60,6 +60,26 @@ class ExpertShape:
 
 
 @dataclass(frozen=True)
+class TokenBase:
+    """The base model's input embeddings and output head, of which an adapter may bring some tokens' rows."""
+
+    embeddings: str = ""  # path
+    head: str = ""  # path
+    num_tokens: int = 0
+    width: int = 0
+    is_tied: bool = False  # the head is the embeddings
+    problem: str = "is not served"  # empty: it is
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    ids: Tensor  # int64 [n]
+    rows: Tensor  # [n, width], in the place of the base model's
+    embeds: bool  # of the input embeddings
+    heads: bool  # of the head
+
+
+@dataclass(frozen=True)
 class SlotWeights:
     """Columns [start, stop) of the site's stacked A product -> the slot's output columns."""
 
@@ -112,6 +132,7 @@ class DeviceAdapter:
     rope: RopeScaling | None = None
     columns: Mapping[int, tuple[SlotColumns, ...]] = field(default_factory=dict)  # by site index
     experts: Mapping[int, SiteWeights] = field(default_factory=dict)  # as `sites`, of layers' experts
+    tokens: tuple[TokenRows, ...] = ()
 
     num_sites: int = field(init=False)
     num_slots: int = field(init=False)  # over all sites
@@ -132,5 +153,6 @@ class DeviceAdapter:
         for site in (*self.sites.values(), *self.experts.values()):
             yield site.a_t
             yield from (slot.b for slot in site.slots)
+        yield from (each.rows for each in self.tokens)
         for slots in self.columns.values():
             yield from (tensor for each in slots for tensor in (each.gain, each.shift) if tensor is not None)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from manylora_shared.encryption.sealing import NoKeys, OpeningKeys, SealBroken
-from manylora_shared.errors import FieldViolation, InvalidRequest
+from manylora_shared.errors import InvalidRequest
 from manylora_shared.ids import AdapterUid, adapter_uid, digest_of, owner_of
 from manylora_shared.stores.adapter_files import (
     CONFIG_NAME,
@@ -35,15 +35,26 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from manylora_worker.weights.layout import HostAdapter, VectorKind
-from manylora_worker.weights.packing import ModuleVector, ModuleWeights, Packing, Scratch, StoredMatrix, kind_of
+from manylora_worker.weights.packing import (
+    ModuleTokens,
+    ModuleVector,
+    ModuleWeights,
+    Packing,
+    Scratch,
+    StoredMatrix,
+    kind_of,
+)
 from manylora_worker.weights.peft_config import (
+    TOKENS_KEY,
     LoraSettings,
     ModuleMatcher,
     PatternTimeout,
     Problems,
     parse_settings,
+    some_of,
+    trained_tokens,
 )
-from manylora_worker.weights.sites import ExpertShape, Site
+from manylora_worker.weights.sites import ExpertShape, Site, TokenBase
 from manylora_worker.weights.stacked import DOWN, GATE_UP, Stack, is_stack_key, stacks_of
 
 PICKLE_NAME = "adapter_model.bin"
@@ -63,6 +74,8 @@ _VECTORS = {
     ".base_layer.bias": VectorKind.BIAS,
     ".bias": VectorKind.BIAS,
 }
+TOKENS = "tokens"  # what a key is of, as A and B
+_TOKENS = {".token_adapter.trainable_tokens_delta": TOKENS}
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 LENGTH_BYTES = 8  # of a safetensors header, in front of it
 _CHANGED = "changed while it was read"
@@ -94,6 +107,7 @@ class AdapterBase:
     biased: frozenset[str] = frozenset()  # of `modules`, those with a bias
     vectors_problem: str = ""  # why no adapter may scale or shift outputs; empty: it may
     experts: Mapping[str, ExpertShape] = field(default_factory=dict)  # path -> of each layer's, whose are in `modules`
+    tokens: TokenBase = field(default_factory=TokenBase)
     composes_experts: bool = True  # adapters that change experts, with others in one request
 
     @property
@@ -183,12 +197,8 @@ def read_adapter(
 
 
 def _raise_if_any(problems: Problems) -> None:
-    found = problems.violations
-    if len(found) > MAX_REPORTED:
-        rest = len(found) - MAX_REPORTED + 1
-        found = [*found[: MAX_REPORTED - 1], FieldViolation("adapter", f"... and {rest} more problems")]
-    if found:
-        raise AdapterInvalid.of_all(found)
+    if problems.violations:
+        raise AdapterInvalid.of_all(problems.first(MAX_REPORTED))
 
 
 def _is_regular_file(path: Path, problems: Problems, *, missing: str = "missing") -> bool:
@@ -322,7 +332,7 @@ def _check(
         ModuleVector(path, kind, tensors[key].stored, found.scales[path] if kind is VectorKind.LOW_RANK_BIAS else 1.0)
         for (path, kind), key in sorted(found.vectors.items())
     ]
-    return Packing.of(config, modules, base.sites, base.dtype, rope, placed)
+    return Packing.of(config, modules, base.sites, base.dtype, rope, placed, found.tokens)
 
 
 def _rope(config: Mapping[str, Any], base: AdapterBase, problems: Problems) -> RopeScaling | None:
@@ -382,6 +392,7 @@ class _Found:
     scales: Mapping[str, float]  # by path
     vectors: Mapping[tuple[str, VectorKind], str]  # their keys
     stacked: Mapping[str, ModuleWeights]  # by path, of experts whose weights stand in stacks
+    tokens: Sequence[ModuleTokens] = ()
 
 
 def _check_tensors(
@@ -391,6 +402,7 @@ def _check_tensors(
     found: dict[str, dict[str, _TensorInfo]] = defaultdict(dict)
     stacks: dict[str, dict[str, _TensorInfo]] = defaultdict(dict)
     vectors: dict[tuple[str, VectorKind], str] = {}
+    rows: dict[str, _TensorInfo] = {}
     for key, info in sorted(tensors.items()):
         path, matrix = parse_key(key)
         if info.dtype not in _DTYPES:
@@ -398,6 +410,8 @@ def _check_tensors(
         if isinstance(matrix, VectorKind):
             if not any(path.startswith(f"{part}.") for part in base.left_out):
                 vectors[path, matrix] = key
+        elif matrix == TOKENS:
+            rows[path] = info
         elif matrix is None:
             problems.add(key, "is not a LoRA A or B matrix of a linear layer, and nothing else can be used")
         elif path in base.head_modules:
@@ -420,10 +434,23 @@ def _check_tensors(
             stacked = _check_stacks(stacks, matcher, base, problems)
             _check_parameters(settings, base, problems)
             _check_vectors(vectors, tensors, scales, settings, base, problems)
-            return _Found(scales, vectors, stacked)
+            return _Found(scales, vectors, stacked, _check_tokens(rows, settings, scales, base, problems))
         except PatternTimeout:
             problems.add("target_modules", "its patterns take too long to match")
     return _Found({}, {}, {})
+
+
+def _check_tokens(
+    rows: Mapping[str, _TensorInfo],
+    settings: LoraSettings,
+    scales: Mapping[str, float],
+    base: AdapterBase,
+    problems: Problems,
+) -> list[ModuleTokens]:
+    tokens = trained_tokens(settings, base.tokens, {path: info.shape for path, info in rows.items()}, problems)
+    if base.head in scales and any(each.heads for each in tokens):
+        problems.add(TOKENS_KEY, "tokens of an output head that has LoRA, too, are not served")
+    return [ModuleTokens(each.ids, each.embeds, each.heads, rows[each.path].stored) for each in tokens]
 
 
 def _check_stacks(
@@ -436,7 +463,7 @@ def _check_stacks(
         problems.add(f"{KEY_PREFIX}{key}", "has weights, but target_parameters does not target it")
     bare = [stack.name for stack in stacks if stack.key not in found]
     if bare:
-        problems.add("target_parameters", f"targets {_some(bare)}, for which {WEIGHTS_NAME} has no weights")
+        problems.add("target_parameters", f"targets {some_of(bare)}, for which {WEIGHTS_NAME} has no weights")
     for stack in stacks:
         own = found.get(stack.key, {})
         rank, scale = matcher.rank_and_scale(stack.name)
@@ -469,7 +496,7 @@ def _check_parameters(settings: LoraSettings, base: AdapterBase, problems: Probl
     ends = {name[at:] for name in weights for at in (0, *(i + 1 for i, c in enumerate(name) if c == "."))}
     unknown = sorted(set(settings.target_parameters) - ends)
     if unknown:
-        problems.add("target_parameters", f"{_some(unknown)}: no weight of a linear layer or of experts")
+        problems.add("target_parameters", f"{some_of(unknown)}: no weight of a linear layer or of experts")
 
 
 def _check_vectors(
@@ -507,7 +534,7 @@ def _check_vectors(
     for kind, (is_told, name, paths) in told.items():
         bare = sorted(path for path in paths if (path, kind) not in vectors) if is_told else []
         if bare and kind is not VectorKind.BIAS:
-            problems.add(name, f"{_some(bare)} have none in {WEIGHTS_NAME}")
+            problems.add(name, f"{some_of(bare)} have none in {WEIGHTS_NAME}")
 
 
 def _check_targets(
@@ -526,14 +553,14 @@ def _check_targets(
     heads = [path for path in sorted(base.head_modules) if matcher.is_targeted(path, is_linear=False)]
     others = [path for path in sorted(base.other_modules) if matcher.is_targeted(path, is_linear=False)]
     if heads:
-        problems.add("target_modules", f"targets {_some(heads)}: embeddings and the output head cannot be adapted")
+        problems.add("target_modules", f"targets {some_of(heads)}: embeddings and the output head cannot be adapted")
     if others:
-        problems.add("target_modules", f"targets {_some(others)}, not a linear layer")
+        problems.add("target_modules", f"targets {some_of(others)}, not a linear layer")
     if not targeted and not any(_stacks(matcher, base)):
         problems.add("target_modules", "matches no linear layer of the base model")
     bare = [path for path in targeted if path not in found]
     if bare:
-        problems.add("target_modules", f"targets {_some(bare)}, for which {WEIGHTS_NAME} has no weights")
+        problems.add("target_modules", f"targets {some_of(bare)}, for which {WEIGHTS_NAME} has no weights")
     wanted = set(targeted)
     for path, matrices in found.items():
         if path not in wanted:
@@ -546,13 +573,9 @@ def _check_targets(
     return scales
 
 
-def _some(paths: Sequence[str]) -> str:
-    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
-
-
 def parse_key(key: str) -> tuple[str, str | None]:
-    """(module path, "A", "B" or a VectorKind), or (key, None) where the key is nothing of LoRA's."""
-    for suffix, matrix in (_MATRICES | _VECTORS).items():
+    """(module path, "A", "B", TOKENS or a VectorKind), or (key, None) where the key is nothing of LoRA's."""
+    for suffix, matrix in (_MATRICES | _VECTORS | _TOKENS).items():
         if key.startswith(KEY_PREFIX) and key.endswith(suffix):
             return key[len(KEY_PREFIX) : -len(suffix)], matrix
     return key, None
@@ -560,6 +583,9 @@ def parse_key(key: str) -> tuple[str, str | None]:
 
 def _name_unsound(adapter: HostAdapter, base: AdapterBase, problems: Problems) -> None:
     buffer = adapter.buffer
+    for tokens in adapter.extras.tokens:
+        if not bool(torch.isfinite(tokens.placed.of(buffer)).all()):
+            problems.add(TOKENS_KEY, "a token's row holds NaN or infinite values")
     for vector in adapter.extras.vectors:
         if not bool(torch.isfinite(vector.placed.of(buffer)).all()):
             path = base.sites[vector.site].slots[vector.slot].path

@@ -34,7 +34,7 @@ from manylora_worker.weights.layout import (
     Layout,
     PlacedSite,
     PlacedVector,
-    elements_of,
+    elements_before,
     place_columns,
 )
 from manylora_worker.weights.sites import DeviceAdapter, SlotColumns
@@ -98,8 +98,8 @@ def place(adapter: HostAdapter, block_elements: int, chunks: int, experts: Exper
                 b_start = b.start + first * b.columns
                 pieces.append((b_start, rows * b.columns, placed.site, b_field(slot, chunk, chunks)))
     runs: list[_Run] = []
-    matrices = elements_of(adapter.layout)
-    for each in place_columns(adapter.layout, adapter.extras.vectors):
+    matrices = elements_before(adapter.layout, adapter.extras.tokens)
+    for each in place_columns(adapter.layout, adapter.extras):
         pieces.append((each.start, 2 * each.width, each.site, column_field(each.slot, chunks)))
     cut: list[tuple[int, int, int, int]] = []
     for start, length, site, field in sorted(pieces):
@@ -291,7 +291,7 @@ class AdapterArena:
         buffer = torch.cat([self._by_block[block, : run.length] for run, block in runs])
         adapter = HostAdapter(uid, buffer, place.layout, place.extras).on(self.sites.device)
         columns: dict[int, tuple[SlotColumns, ...]] = {}
-        for each in place_columns(place.layout, place.extras.vectors):
+        for each in place_columns(place.layout, place.extras):
             gain, shift = buffer[each.start : each.start + 2 * each.width].view(2, -1).unbind(0)
             columns[each.site] = (*columns.get(each.site, ()), SlotColumns(each.slot, gain, shift))
         return replace(adapter, columns=columns)

@@ -27,6 +27,7 @@ from manylora_worker.models.layers.attention import STEP_KEYWORD, AttentionStep,
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.layers.lora_linear import Segment
 from manylora_worker.models.layers.mixture import chosen_experts
+from manylora_worker.models.layers.token_rows import StepTokens
 from manylora_worker.models.loader import LoadedModel
 
 _LOG = logging.getLogger(__name__)
@@ -119,12 +120,19 @@ class TorchDecoder:
         self.scaled = lru_cache(_KNOWN_ROPES)(weights.scaled)
 
     def layers(
-        self, token_ids: Tensor, positions: Tensor, attention: AttentionStep, scaled: ScaledRows | None = None
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionStep,
+        scaled: ScaledRows | None = None,
+        tokens: StepTokens | None = None,
     ) -> Tensor:
         """token_ids, positions: [T] -> [T, hidden], for `head`."""
         weights = self._weights
         # The embedding's rows are copies, so that the residual may be added to in place.
         residual = weights.embed(token_ids)
+        if tokens is not None:
+            tokens.embed(token_ids, residual, weights.embed_scale)
         ropes = [_rope_rows(*table, positions, residual.dtype, scaled) for table in weights.ropes]
         for i, layer in enumerate(self._layers):
             normed = self._normed(residual, layer.input_norm)
@@ -138,13 +146,13 @@ class TorchDecoder:
             residual.add_(product)
         return residual
 
-    def head(self, residual: Tensor, logit_rows: Tensor, adapted: HeadLora | None = None) -> Tensor:
+    def head(self, residual: Tensor, logit_rows: Tensor, adapted: Sequence[HeadLora | StepTokens] = ()) -> Tensor:
         """-> logits [len(logit_rows), vocab]."""
         weights = self._weights
         normed = self._norm(residual.index_select(0, logit_rows), self._final_norm)
         logits: Tensor = weights.head(normed)
-        if adapted is not None:
-            adapted.add(logit_rows, normed, logits)
+        for each in adapted:
+            each.add(logit_rows, normed, logits)
         softcap = weights.logit_softcap
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 

@@ -27,6 +27,7 @@ from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.layers.lora_linear import LoraPlanner
 from manylora_worker.models.layers.mixture import ExpertLora
 from manylora_worker.models.layers.prompt_scores import answers, score
+from manylora_worker.models.layers.token_rows import StepTokens
 from manylora_worker.models.loader import LoadedModel
 from manylora_worker.models.merged_weights import MergedWeights
 from manylora_worker.models.torch.decoder import HeadLora, ScaledRows, TorchDecoder
@@ -153,9 +154,10 @@ class TorchModelRunner:
         try:
             if self._decoder is not None:
                 scaled = self._scaled_rows(self._decoder, inputs)
-                residual = self._decoder.layers(inputs.token_ids, inputs.positions, inputs.attention, scaled)
-                adapted = HeadLora(len(loaded.sites), inputs.segments)
-                yield partial(self._decoder.head, residual, adapted=adapted or None)
+                tokens = StepTokens(inputs.segments) or None
+                residual = self._decoder.layers(inputs.token_ids, inputs.positions, inputs.attention, scaled, tokens)
+                adapted = [each for each in (HeadLora(len(loaded.sites), inputs.segments), tokens) if each]
+                yield partial(self._decoder.head, residual, adapted=adapted)
             else:
                 yield self._passed_by_transformers(inputs)
         finally:
