@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 from manylora.v1 import common_pb2, worker_pb2
+from manylora_shared.composition import Part, key_of
 from manylora_shared.coordination.peers import PeerTransport
 from manylora_shared.errors import Code, RpcError
-from manylora_shared.ids import AdapterUid, TenantId
+from manylora_shared.ids import AdapterKey, AdapterUid, QosClass, RequestId, TenantId
 from manylora_shared.stores.adapter_files import CONFIG_NAME, WEIGHTS_NAME, adapter_digest, parse_config
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.grpc_transport import GrpcTransport
@@ -24,6 +25,8 @@ from manylora_sim.store import MemoryStoreServer
 from manylora_worker.app import WorkerApp
 from manylora_worker.config import WorkerConfig
 from manylora_worker.hosting.engine import host
+from manylora_worker.hosting.output_stream import EndKind
+from manylora_worker.kinds.api import EngineRequest, Sampling
 from manylora_worker.models.build import build_engine
 from manylora_worker.serving.adapter_trial import AdapterTrial
 from safetensors.torch import load_file, save_file
@@ -178,6 +181,44 @@ async def test_an_adapter_whose_finite_weights_overflow_is_found_by_its_first_st
         assert problem is not None
         assert "not finite" in problem.description
         assert "the largest update is that of model.layers.1.mlp.down_proj, of norm" in problem.description
+        assert runtime.view.stats.failed_steps == 0
+    finally:
+        await runtime.stop()
+
+
+async def test_a_composition_that_overflows_fails_alone_and_its_parts_are_served_on(tmp_path: Path) -> None:
+    model = make_model("llama", tmp_path / "model")
+    store, uids = tmp_path / "store", []
+    for seed in (1, 2):
+        folder = save_adapter(
+            model, tmp_path / f"adapter-{seed}", seed, r=4, lora_alpha=8, target_modules=["down_proj"]
+        )
+        weights = load_file(folder / WEIGHTS_NAME)
+        for key in weights:
+            if "layers.1.mlp.down_proj.lora_B" in key:
+                weights[key] *= 2e36 / weights[key].abs().max()  # finite alone, and not a hundred times
+        save_file(weights, folder / WEIGHTS_NAME)
+        uids.append(store_adapter(folder, store))
+    settings = WorkerConfig(model=str(tmp_path / "model"), adapter_store=store, num_blocks=32, threads=1)
+    runtime, _ = host(settings, build_engine)
+    runtime.start()
+    one, other = uids
+    both = key_of([Part(one, 100.0), Part(other, 100.0)])
+
+    async def end(key: AdapterKey | None, number: int) -> EndKind:
+        tenant = TenantId("t" if key else "victim")
+        sampling = Sampling(temperature=0.0)
+        request = EngineRequest(RequestId(f"r{number}"), tenant, QosClass.STANDARD, key, (5, 6, 7, 8), 4, sampling)
+        stream = runtime.submit(request)
+        while (found := (await stream.read()).end) is None:
+            pass
+        return found.kind
+
+    try:
+        asked = [one, other, both, None, one, other]
+        kinds = await asyncio.gather(*(end(key, number) for number, key in enumerate(asked)))
+        assert kinds == [EndKind.COMPLETED] * 2 + [EndKind.ADAPTER_FAILED] + [EndKind.COMPLETED] * 3
+        assert await end(one, 10) is EndKind.COMPLETED
         assert runtime.view.stats.failed_steps == 0
     finally:
         await runtime.stop()
