@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from manylora_shared.composition import Part, key_of
 from manylora_shared.ids import AdapterKey, AdapterUid
-from manylora_worker.kinds.api import Sampling, SequenceChunk, StepBatch
+from manylora_worker.kinds.api import Sampling, SequenceChunk, StepBatch, state_blocks_of
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.layers.lora_linear import LoraCosts, LoraPlanner
 from manylora_worker.models.loader import LoadedModel
@@ -81,9 +81,8 @@ class Driver:
         waiting = stream.tokens[start:]
         tokens = waiting if num_tokens is None else waiting[:num_tokens]
         end = start + len(tokens)
-        while len(stream.blocks) < self.runner.state_blocks or (
-            (len(stream.blocks) - self.runner.state_blocks) * self.runner.block_size < end
-        ):
+        state_blocks = state_blocks_of(self.runner)
+        while (len(stream.blocks) - state_blocks) * self.runner.block_size < end:
             stream.blocks.append(self._free.pop())
         stream.num_computed = end
         return SequenceChunk(
