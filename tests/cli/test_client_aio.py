@@ -173,6 +173,15 @@ async def test_leaving_a_stream_cancels_its_request(address: str, router: FakeRo
         await _until(lambda: router.cancelled == 2)
 
 
+async def test_a_stream_that_is_dropped_is_cancelled(address: str, router: FakeRouter) -> None:
+    async with Client(address, tenant="acme") as client:
+        async for event in client.generate("hang on", stop="end"):
+            if isinstance(event, Delta):
+                break
+        await _until(lambda: router.cancelled == 1)
+    assert list(router.requests[0].stop) == ["end"]
+
+
 async def test_uploads_report_progress_and_refuse_what_is_no_adapter(
     address: str, router: FakeRouter, adapter_folder: Path
 ) -> None:
@@ -209,7 +218,12 @@ async def test_models_and_health(address: str, nobody: str) -> None:
 async def test_a_call_after_the_close_says_so(address: str, router: FakeRouter, adapter_folder: Path) -> None:
     client = Client(address)
     await client.close()
-    for call in (client.status(), client.complete("hi"), client.adapters.add("acme", "a", adapter_folder)):
+    for call in (
+        client.wait_until_serving(60),
+        client.status(),
+        client.complete("hi"),
+        client.adapters.add("acme", "a", adapter_folder),
+    ):
         with pytest.raises(RequestFailed, match="FAILED_PRECONDITION: this client is closed"):
             await call
     assert router.requests == []

@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from manylora.client import RequestFailed, SyncClient
+
 from tests.cli.fake_server import FakeRouter
 
 
@@ -47,3 +50,14 @@ for call in (client.status, left.collect, lambda: client.complete("x")):
     told = ["['ONE', ' TWO']", "THREE tiny 5", "NOT_FOUND [1] 1"]
     assert stdout.decode().splitlines() == [*told, *["FAILED_PRECONDITION: this client is closed"] * 3]
     assert router.cancelled == 2
+
+
+async def test_a_close_ends_what_another_thread_waits_for(address: str) -> None:
+    client = await asyncio.to_thread(SyncClient, address, tenant="acme")
+    stream = client.generate("hang on")
+    for _ in range(2):  # Started, and the only Delta
+        await asyncio.to_thread(next, stream)
+    waiting = asyncio.ensure_future(asyncio.to_thread(stream.collect))
+    await asyncio.to_thread(client.close)
+    with pytest.raises(RequestFailed):
+        await asyncio.wait_for(waiting, 30)

@@ -298,6 +298,7 @@ class Client:
             model: a base model's or a pool's name; empty: the adapter's, else the first pool of the tenant's policy.
             qos_class: interactive, standard or batch; empty: the server's default.
             max_tokens: per choice; 0: the server's default.
+            stop: strings; a single one stands for itself, not for its letters.
             constraint: of each choice's text.
             continue_final_message: the answer goes on with the last chat message, the assistant's.
             add_generation_prompt: whether the template opens the assistant's turn; None: unless the last goes on.
@@ -311,7 +312,7 @@ class Client:
             resumable=can_go_on and (sampling is None or sampling.prompt_logprobs is None),
             keep_s=keep_s,
             max_tokens=max_tokens,
-            stop=stop,
+            stop=[stop] if isinstance(stop, str) else stop,
             stop_token_ids=stop_token_ids,
             ignore_eos=ignore_eos,
             n=n,
@@ -380,6 +381,7 @@ class Client:
 
     async def wait_until_serving(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Raises RequestFailed with DEADLINE_EXCEEDED where the server's health never says SERVING."""
+        self._caller.check_open()
         deadline = time.monotonic() + timeout_s
         last = "no answer yet"
         while (left_s := deadline - time.monotonic()) > 0:

@@ -61,7 +61,10 @@ class _LoopThread:
         try:
             return future.result()
         except BaseException:
+            is_ended = future.cancelled()  # by `close`, in another thread
             future.cancel()
+            if is_ended:
+                raise closed() from None
             raise
 
     def call_soon(self, function: Callable[[], None]) -> None:
@@ -73,6 +76,8 @@ class _LoopThread:
         return self._loop.is_closed()
 
     def close(self) -> None:
+        """Whoever waits in another thread is told that it is closed."""
+        self.run(_end_others())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -392,3 +397,11 @@ async def _connect(
 
 async def _next(stream: GenerateStream) -> Event | None:
     return await anext(stream, None)
+
+
+async def _end_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others)

@@ -29,7 +29,8 @@ GENERATE = methods_of(inference_pb2.DESCRIPTOR.services_by_name["InferenceServic
 class GenerateStream:
     """The events of one request, in order: one Started, Deltas, one Finished. One reader.
 
-    Use it as an async context manager where it may be left early: leaving cancels the request at the next token.
+    Use it as an async context manager where it may be left early: leaving cancels the request at the next token. One
+    that is dropped is cancelled, too, when Python collects it.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class GenerateStream:
         self._hedging = hedging
         self._deadline = deadline_of(timeout_s)
         self._stream: Stream | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._progress = Progress(request)
         self._lost_at: float | None = None
         self._num_lost = 0  # attempts in a row
@@ -85,6 +87,11 @@ class GenerateStream:
         self._told.clear()
         if self._stream is not None:
             self._stream.cancel()
+
+    def __del__(self) -> None:
+        loop, stream = self._loop, self._stream
+        if stream is not None and loop is not None and not self._ended and not loop.is_closed():
+            loop.call_soon_threadsafe(stream.cancel)  # it may be collected by any thread
 
     async def __aenter__(self) -> Self:
         return self
@@ -129,6 +136,7 @@ class GenerateStream:
 
     def _send(self, request: inference_pb2.GenerateRequest, hops: int = 0) -> Stream:
         left_s = left_s_of(self._deadline)
+        self._loop = asyncio.get_running_loop()
         return self._caller.stream(GENERATE, request, timeout_s=left_s, metadata=self._metadata, hops=hops)
 
     async def _first(self) -> Any:
