@@ -91,7 +91,7 @@ fairness: $(STAMP) ## random schedules against the fairness bound: make fairness
 	@$(BIN)/python -m pytest -q -s tests/properties/test_fair_queue.py tests/properties/test_seam.py --fair-schedules $(SCHEDULES)
 
 shares: $(STAMP) ## shares of backlogged tenants, and overload that touches who causes it, through real services (most of an hour): make shares SHARE_SECONDS=60
-	@$(BIN)/python -m pytest -q -s -m e2e tests/e2e/test_fairness.py tests/e2e/test_overload.py --fairness-seconds $(SHARE_SECONDS)
+	@$(BIN)/python -m pytest -q -s -m e2e tests/e2e/test_fairness.py tests/e2e/test_overload_services.py --fairness-seconds $(SHARE_SECONDS)
 
 NIGHTLY := fuzz fuzz-ports fairness mutants soak chaos shares
 
