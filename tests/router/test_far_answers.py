@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx
+import pytest
 from http_fakes import Front, http_front
 from manylora.v1 import answers_pb2, inference_pb2
 from manylora_router.app import RouterApp
@@ -19,7 +20,18 @@ from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import methods_of
 from manylora_sim.fake_text import FakeText
 from manylora_sim.peers import SIMULATED
-from router_fakes import GENERATE, Answer, KeyedChannel, RouterCluster, read_all, say, simulate, text_request, until
+from router_fakes import (
+    GENERATE,
+    Answer,
+    KeyedChannel,
+    RouterCluster,
+    ids_of,
+    read_all,
+    say,
+    simulate,
+    text_request,
+    until,
+)
 
 TEXT = "".join(chr(97 + i % 26) for i in range(120))
 SLOW = say(TEXT, per_frame=2, pause_s=0.01)
@@ -122,6 +134,27 @@ def test_who_lost_its_connection_goes_on_at_another_router_with_the_same_work() 
             answer = Answer([*head.frames, *tail.frames], tail.error)
             assert answer.finished.usage.completion_tokens == 100
             assert answer.text == TEXT[:100]
+            assert executed(cluster) == 1
+
+    simulate(test, script=SLOW)
+
+
+@pytest.mark.parametrize("is_far", [False, True])
+def test_who_was_being_told_what_it_had_already_gets_none_of_it_twice(is_far: bool) -> None:
+    """It had the tokens of a router that is gone, and lost the next one behind the first frame."""
+
+    async def test(cluster: RouterCluster) -> None:
+        async with second_router(cluster) as app:
+            request = text_request(max_tokens=100, resumable=True)
+            stream = cluster.open(request, idempotency_key="k")
+            head = Answer([await stream.read() for _ in range(7)])
+            stream.cancel()
+            request.resume.token, request.resume.next_frame = head.frames[0].started.resume_token, 1
+            request.resume.emitted.add(token_ids=head.ids_of(), text_characters=len(head.text_of(0)))
+            asked = Other(cluster, app) if is_far else cluster
+            tail = await asked.ask(request, idempotency_key="k")
+            answer = Answer([*head.frames, *tail.frames], tail.error)
+            assert (answer.ids_of(), answer.text) == (ids_of(TEXT[:100]), TEXT[:100])
             assert executed(cluster) == 1
 
     simulate(test, script=SLOW)

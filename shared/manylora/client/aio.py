@@ -298,7 +298,6 @@ class Client:
             model: a base model's or a pool's name; empty: the adapter's, else the first pool of the tenant's policy.
             qos_class: interactive, standard or batch; empty: the server's default.
             max_tokens: per choice; 0: the server's default.
-            stop: strings; a single one stands for itself, not for its letters.
             constraint: of each choice's text.
             continue_final_message: the answer goes on with the last chat message, the assistant's.
             add_generation_prompt: whether the template opens the assistant's turn; None: unless the last goes on.

@@ -175,10 +175,8 @@ class AnswerServicer:
         if answer is None:
             raise NotFound("this router does not have the answer any more")
         yield answers_pb2.ReadAnswerResponse()
-        if request.request_id in ("", answer.request_id):
-            reading = answer.read(request.next_frame)
-        else:
-            reading = answer.read_behind([(each.token_ids, each.text_characters) for each in request.emitted])
+        emitted = [(each.token_ids, each.text_characters) for each in request.emitted]
+        reading = answer.read_lacked(request.request_id, request.next_frame, emitted)
         async with aclosing(reading) as frames:
             async for frame in frames:
                 await self._intake.take_turn(tenant, None)

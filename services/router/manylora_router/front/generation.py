@@ -64,7 +64,6 @@ async def _reading(
     """What the caller lacks of an answer that is kept, here or at another router; None: it is not one that is."""
     begun, resume = intake.begun(request, tenant), request.resume
     request_id = begun.request_id if begun is not None else request.request_id
-    next_frame = resume.next_frame if resume is not None else 0
     answer = outliving.kept.find(tenant, request, request_id)
     is_here = answer is not None and answer.request_id == request_id
     if not is_here and (request.is_again or (resume is not None and not resume.emitted)):
@@ -81,9 +80,9 @@ async def _reading(
             stack.push_async_callback(found.close)
             return found.read()
         answer = found
-    if resume is None or answer.request_id == request_id:
-        return answer.read(next_frame)
-    return answer.read_behind(resume.emitted)
+    if resume is None:
+        return answer.read(0)
+    return answer.read_lacked(request_id, resume.next_frame, resume.emitted)
 
 
 async def _begin(

@@ -112,14 +112,28 @@ class KeptAnswer:
         self._tell()
         return size
 
-    async def read_behind(self, emitted: Sequence[tuple[Sequence[int], int]]) -> AsyncGenerator[Frame]:
-        """What a caller lacks that has so much of each choice. Frames keep their numbers. Raises as `read`."""
+    def read_lacked(
+        self, request_id: str, next_frame: int, emitted: Sequence[tuple[Sequence[int], int]]
+    ) -> AsyncGenerator[Frame]:
+        """What a caller lacks that has so much of each choice, and the frames before `next_frame` of that request.
+
+        Its tokens may be more than those frames': it had them of another router, and was cut off while this one told it
+        the answer from its beginning. Raises as `read`.
+        """
+        is_this = request_id in ("", self.request_id)
+        if is_this and (not emitted or self.first):
+            return self.read(next_frame)
+        return self._read_behind(emitted, next_frame if is_this else 0)
+
+    async def _read_behind(self, emitted: Sequence[tuple[Sequence[int], int]], first: int) -> AsyncGenerator[Frame]:
+        """Frames keep their numbers."""
         had = {choice: [len(token_ids), characters] for choice, (token_ids, characters) in enumerate(emitted)}
         async with aclosing(self.read(0)) as frames:
             async for frame in frames:
                 if frame.delta is not None and frame.delta.choice in had:
                     frame = replace(frame, delta=_behind(frame.delta, had[frame.delta.choice]))
-                if frame.started is not None or frame.delta is not None or frame.finished is not None:
+                is_new = frame.started is not None or frame.delta is not None or frame.finished is not None
+                if frame.number >= first and (is_new or (first and frame.prompt_logprobs)):
                     yield frame
 
     def end(self, error: ManyloraError | None) -> None:
