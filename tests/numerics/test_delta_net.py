@@ -17,11 +17,25 @@ from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.layers.delta_net import find_delta_nets
 from manylora_worker.models.loader import _check_states, load_model
 from manylora_worker.models.ranks.group import RankGroup
+from manylora_worker.weights.coverage import coverage_of
+from manylora_worker.weights.source import read_adapter
+from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from tests.numerics.adapters import save_adapter
 from tests.numerics.conftest import FamilyOf
-from tests.numerics.driver import NEVER_STACK, Driver, Stream, composed_streams, make_runner, mixed_streams, prompts
+from tests.numerics.driver import (
+    LIMITS,
+    NEVER_STACK,
+    Driver,
+    Stream,
+    composed_streams,
+    make_runner,
+    mixed_streams,
+    prompts,
+    put_adapter,
+)
 from tests.numerics.test_checkpoint import PROMPT, logits_of, published
 from tests.numerics.test_engine_against_peft import TOLERANCE, assert_next_logits
 
@@ -87,6 +101,27 @@ def test_the_text_part_of_a_model_of_text_and_images(tmp_path: Path) -> None:
     driver.logits([stream], 11)
     assert "model.language_model.norm.weight" in load_file(tmp_path / "qwen" / "model.safetensors")
     torch.testing.assert_close(driver.logits([stream])[0], logits_of(reference, PROMPT), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("of", [AutoModelForImageTextToText, AutoModelForCausalLM])
+def test_adapters_of_the_whole_model_and_of_its_text_part(tmp_path: Path, of: Any) -> None:
+    """Whatever class a trainer loaded; what an adapter has for images is left out."""
+    reference = published("qwen3.5", tmp_path / "qwen", of=AutoModelForImageTextToText)
+    trained = of.from_pretrained(tmp_path / "qwen", dtype=torch.float32)
+    folder = save_adapter(trained, tmp_path / "adapter", 1, r=4, lora_alpha=8, target_modules="all-linear")
+    loaded = load_model(str(tmp_path / "qwen"))
+    driver = Driver(make_runner(loaded))
+    uid = put_adapter(driver.runner, loaded, folder)
+    is_whole = of is AutoModelForImageTextToText
+    wrapped = PeftModel.from_pretrained(reference if is_whole else trained, folder).eval()
+    found = driver.logits([Stream(PROMPT, uid)])[0]
+    torch.testing.assert_close(found, logits_of(wrapped, PROMPT), atol=1e-4, rtol=0)
+    base = loaded.adapter_base()
+    adapter = read_adapter(folder, base, LIMITS)
+    coverage = coverage_of(folder, adapter.layout, base, adapter.extras)
+    assert len(coverage.modules) == len(loaded.spec.modules)
+    assert (coverage.num_left_out > 0) == is_whole
+    assert all("visual" in name for name in coverage.left_out)
 
 
 def test_what_is_not_there_yet_is_refused_by_name(family_of: FamilyOf) -> None:

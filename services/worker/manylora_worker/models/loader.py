@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from manylora_shared.stores.model_files import ModelNotFound, model_folder, model_name
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BitsAndBytesConfig,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from manylora_worker.models.checkpoint import (
     ModelRefused,
@@ -46,7 +54,7 @@ from manylora_worker.models.quantized.shipped import check_modules, read_shipped
 from manylora_worker.models.ranks.cuts import cut_head, cut_linears
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.models.rope import base_rope
-from manylora_worker.weights.sites import ExpertShape, Site, Slot, TokenBase
+from manylora_worker.weights.sites import ExpertShape, Site, Slot, TokenBase, WholeNames
 from manylora_worker.weights.source import AdapterBase
 
 _LOG = logging.getLogger(__name__)
@@ -63,6 +71,7 @@ class ModelSpec:
     head_modules: paths of the embeddings and the output head, which it may not.
     other_modules: paths of everything else in the module tree.
     left_out: paths of parts that no text goes through.
+    whole: how the model names its parts where its text part was loaded as a model of its own.
     """
 
     name: str
@@ -77,6 +86,7 @@ class ModelSpec:
     head_modules: frozenset[str] = field(repr=False)
     other_modules: frozenset[str] = field(repr=False)
     left_out: tuple[str, ...] = ()
+    whole: WholeNames | None = None
     experts: Mapping[str, ExpertShape] = field(default_factory=dict)  # path -> of the stacks of experts among `modules`
     longest_context_tokens: int = 0  # with an adapter that rotates positions in its own way; 0: no longer
 
@@ -111,6 +121,7 @@ class LoadedModel:
             head=next(iter(more), ""),
             other_modules=spec.other_modules,
             left_out=spec.left_out,
+            whole=spec.whole,
             sites=(*self.sites, *([] if head is None else [head])),
             dtype=self.dtype,
             biased=frozenset(self._biased()),
@@ -220,6 +231,7 @@ def load_model(
         quantization=quantization,
         threads=threads,
         left_out=left_out,
+        whole=_whole_names(config, model),
         modules=modules,
         group=group,
         max_model_len=max_model_len,
@@ -236,6 +248,7 @@ def prepare_model(
     quantization: Quantization = "none",
     threads: int = 1,
     left_out: tuple[str, ...] = (),
+    whole: WholeNames | None = None,
     modules: Mapping[str, tuple[int, int]] | None = None,
     group: RankGroup | None = None,
     max_model_len: int = 0,
@@ -257,12 +270,7 @@ def prepare_model(
     sites = install_linears(model, modules, switch, fused=fused, group=group)
     if group is not None:
         cut_head(model, group)
-    if quantization == "nf4" and device.type == "cuda":
-        quantize_to_nf4(model)
-    if quantization == "fp8":
-        quantize_to_fp8(model, codes, group)
-    if quantization == "none" and can_pack(dtype, device):
-        pack_linears(model)
+    _quantize_or_pack(model, quantization, codes, group)
     sites += install_mixtures(model, experts, len(sites), switch)
     modules = {**modules, **modules_of(experts)}
     if device.type == "cuda":
@@ -283,6 +291,7 @@ def prepare_model(
         head_modules=frozenset(head_modules),
         other_modules=frozenset(all_modules - set(modules) - head_modules),
         left_out=left_out,
+        whole=whole,
         experts={each.stack: each.shape for each in experts},
     )
     return LoadedModel(
@@ -297,6 +306,18 @@ def prepare_model(
         attention_traits=probed.attention_traits,
         group=group,
     )
+
+
+def _quantize_or_pack(
+    model: PreTrainedModel, quantization: Quantization, codes: ShippedCodes | None, group: RankGroup | None
+) -> None:
+    device = torch.device(model.device)
+    if quantization == "nf4" and device.type == "cuda":
+        quantize_to_nf4(model)
+    if quantization == "fp8":
+        quantize_to_fp8(model, codes, group)
+    if quantization == "none" and can_pack(model.dtype, device):
+        pack_linears(model)
 
 
 def _experts(model: PreTrainedModel, quantization: Quantization) -> list[FoundExperts]:
@@ -434,6 +455,29 @@ def _keep_text_alone(model: PreTrainedModel) -> tuple[str, ...]:
     for name, _ in others:
         delattr(body, name)
     return paths
+
+
+def _whole_names(config: PretrainedConfig, model: PreTrainedModel) -> WholeNames | None:
+    """config: the folder's. None: the model is loaded under its own names. Qwen3.5 is published as a model of text and
+    images, and transformers has a class for its text alone.
+    """
+    if config.get_text_config() is config or model.config.get_text_config() is not model.config:
+        return None
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return None
+    with torch.device("meta"):
+        whole = AutoModelForImageTextToText.from_config(config)
+    body, theirs = whole.base_model, whole.get_decoder()
+    others = {id(child) for child in body.children() if child is not theirs}
+    return WholeNames(
+        ours=_path_of(model, model.get_decoder()),
+        theirs=_path_of(whole, theirs),
+        left_out=tuple(path for path, module in whole.named_modules() if id(module) in others),
+    )
+
+
+def _path_of(model: nn.Module, part: nn.Module) -> str:
+    return next(path for path, module in model.named_modules() if module is part)
 
 
 def _eos_token_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:

@@ -28,13 +28,14 @@ def coverage_of(
     folder: Path, layout: Layout, base: AdapterBase, extras: Extras = NO_EXTRAS, keys: OpeningKeys | None = None
 ) -> Coverage:
     """Of a file that a reader found good. Raises AdapterInvalid where a tensor belongs to nothing that is computed."""
+    names = _tensor_names(folder / WEIGHTS_NAME, base, keys or NoKeys())
+    base = base.named_as(names)
     ranks = {base.sites[vector.site].slots[vector.slot].path: 0 for vector in extras.vectors}
     for tokens in extras.tokens:
         ranks[base.tokens.embeddings if tokens.embeds else base.tokens.head] = 0
     for placed in layout:
         ranks |= {base.sites[placed.site].slots[slot].path: stop - start for slot, start, stop, _ in placed.slots}
     modules = sorted({ChangedModule(_shown(path, base), rank) for path, rank in ranks.items()})
-    names = _tensor_names(folder / WEIGHTS_NAME, base, keys or NoKeys())
     paths = ranks.keys() | base.experts.keys()
     left_out = [name for name in names if any(_lies_under(name, part) for part in base.left_out)]
     unused = [name for name in names if name not in set(left_out) and not _belongs(name, paths)]

@@ -5,6 +5,7 @@ transposed and scaled.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -225,3 +226,11 @@ def _place_site(site: Site, ranks: Mapping[str, int], start: int) -> PlacedSite 
         next_start += rank * (slot.stop - slot.start)
         column += rank
     return PlacedSite(site.index, a, tuple(slots), site.experts)
+
+
+def lies_in(data_bytes: int, dtype: torch.dtype | None, entry: Mapping[str, Any]) -> bool:
+    """entry: of a file's header. What lies behind the file's data in the reader's memory may be another tenant's."""
+    first, last = entry["data_offsets"]
+    return dtype is None or (
+        0 <= first <= last <= data_bytes and last - first == math.prod(entry["shape"]) * dtype.itemsize
+    )

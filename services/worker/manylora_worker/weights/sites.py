@@ -11,8 +11,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from manylora_shared.ids import AdapterUid
 from manylora_shared.stores.adapter_rope import RopeScaling
@@ -42,6 +43,34 @@ class Site:
     @property
     def expert_columns(self) -> int:
         return self.slots[-1].stop // self.experts
+
+
+@dataclass(frozen=True)
+class WholeNames:
+    """Of a model of text and images whose text part alone is loaded: how the whole model names what is here."""
+
+    ours: str  # the text part's path
+    theirs: str
+    left_out: tuple[str, ...]  # the other parts' paths
+
+    def is_meant(self, paths: Iterable[str]) -> bool:
+        return any(path.startswith(f"{self.theirs}.") for path in paths)
+
+    def path(self, path: str) -> str:
+        is_inside = path == self.ours or path.startswith(f"{self.ours}.")
+        return f"{self.theirs}{path[len(self.ours) :]}" if is_inside else path
+
+    def renamed(self, told: Mapping[str, Any]) -> dict[str, Any]:
+        """told: an AdapterBase's fields. Those that have paths, with the whole model's."""
+        by_path = {name: {self.path(k): v for k, v in told[name].items()} for name in ("modules", "experts")}
+        sets = {name: frozenset(map(self.path, told[name])) for name in ("head_modules", "other_modules", "biased")}
+        sites = [
+            replace(site, slots=tuple(replace(slot, path=self.path(slot.path)) for slot in site.slots))
+            for site in told["sites"]
+        ]
+        tokens: TokenBase = told["tokens"]
+        tokens = replace(tokens, embeddings=self.path(tokens.embeddings), head=self.path(tokens.head))
+        return {**by_path, **sets, "sites": sites, "tokens": tokens, "head": self.path(told["head"])}
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import math
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from manylora_shared.stores.stored_files import StoredFile, stored_file
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from manylora_worker.weights.layout import HostAdapter, VectorKind
+from manylora_worker.weights.layout import HostAdapter, VectorKind, lies_in
 from manylora_worker.weights.packing import (
     ModuleTokens,
     ModuleVector,
@@ -54,7 +54,7 @@ from manylora_worker.weights.peft_config import (
     some_of,
     trained_tokens,
 )
-from manylora_worker.weights.sites import ExpertShape, Site, TokenBase
+from manylora_worker.weights.sites import ExpertShape, Site, TokenBase, WholeNames
 from manylora_worker.weights.stacked import DOWN, GATE_UP, Stack, is_stack_key, stacks_of
 
 PICKLE_NAME = "adapter_model.bin"
@@ -109,6 +109,13 @@ class AdapterBase:
     experts: Mapping[str, ExpertShape] = field(default_factory=dict)  # path -> of each layer's, whose are in `modules`
     tokens: TokenBase = field(default_factory=TokenBase)
     composes_experts: bool = True  # adapters that change experts, with others in one request
+    whole: WholeNames | None = None
+
+    def named_as(self, keys: Iterable[str]) -> AdapterBase:
+        """By the paths of an adapter's keys: those of the whole model, if it was trained on that."""
+        if self.whole is None or not self.whole.is_meant(key.removeprefix(KEY_PREFIX) for key in keys):
+            return self
+        return replace(self, left_out=self.whole.left_out, **self.whole.renamed(vars(self)))
 
     @property
     def max_header_bytes(self) -> int:
@@ -317,6 +324,7 @@ def _check(
         except InvalidRequest as error:
             problems.violations += error.violations
     tensors = None if weights is None else _tensors_of(weights, problems)
+    base = base.named_as(tensors or ())
     if settings is not None and settings.has_vectors and base.vectors_problem:
         problems.add(settings.has_vectors, base.vectors_problem)
     found = _Found({}, {}, {}) if tensors is None else _check_tensors(tensors, settings, base, problems)
@@ -357,7 +365,8 @@ def _tensors_of(weights: _WeightFile, problems: Problems) -> dict[str, _TensorIn
         entries.pop("__metadata__", None)
         start = LENGTH_BYTES + len(weights.header)
         found = {key: (entry["dtype"], entry["shape"]) for key, entry in entries.items()}
-        if found == seen and all(_lies_in(weights.size_bytes - start, entry) for entry in entries.values()):
+        size_bytes = weights.size_bytes - start
+        if found == seen and all(lies_in(size_bytes, _DTYPES.get(each["dtype"]), each) for each in entries.values()):
             return {
                 key: _TensorInfo(entry["dtype"], tuple(entry["shape"]), start + entry["data_offsets"][0])
                 for key, entry in entries.items()
@@ -376,15 +385,6 @@ def _outline(weights: _WeightFile) -> Iterator[str]:
         file.truncate(weights.size_bytes)
         file.flush()
         yield f"/proc/self/fd/{file.fileno()}"
-
-
-def _lies_in(data_bytes: int, entry: Mapping[str, Any]) -> bool:
-    """What lies behind the file's data in the reader's memory may be another tenant's."""
-    dtype = _DTYPES.get(entry["dtype"])
-    first, last = entry["data_offsets"]
-    return dtype is None or (
-        0 <= first <= last <= data_bytes and last - first == math.prod(entry["shape"]) * dtype.itemsize
-    )
 
 
 @dataclass(frozen=True)
