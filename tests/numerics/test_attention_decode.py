@@ -7,7 +7,9 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +18,16 @@ import torch
 triton = pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
 
 from manylora_worker.models.cuda.kernels import attention_decode  # noqa: E402
-from manylora_worker.models.cuda.kernels.attention import AttentionShape, DecodeScratch, PagedLayout  # noqa: E402
+from manylora_worker.models.cuda.kernels.attention import (  # noqa: E402
+    AttentionShape,
+    DecodeScratch,
+    PagedLayout,
+    attend_decode,
+)
 from manylora_worker.models.cuda.kernels.attention_decode import DecodeAttention, Variant  # noqa: E402
 from manylora_worker.models.cuda.kernels.cuda_module import CudaUnavailable  # noqa: E402
+
+from tests.numerics.interpreter import DEVICES  # noqa: E402
 
 pytestmark = pytest.mark.kernels
 
@@ -38,6 +47,8 @@ SHAPES = {
     "window": replace(PLAIN, window=20),
     "narrow window": replace(PLAIN, window=1),
     "softcap": replace(PLAIN, softcap=2.5),
+    "sinks": replace(PLAIN, num_heads=6, window=20, has_sinks=True),
+    "sinks of eight to a head": replace(PLAIN, num_heads=16, has_sinks=True),
 }
 VARIANTS = (Variant(0, 1, 3, 3), Variant(0, 2, 2, 1), Variant(0, 4, 3, 2))
 SPLITS = (1, 4)
@@ -56,6 +67,7 @@ class Case:
     layout: PagedLayout
     expected: torch.Tensor
     """[rows, out], NaN where nothing is to be written."""
+    sinks: torch.Tensor | None
 
     def run(
         self, attention: DecodeAttention, device: str, splits: int = 1, max_rows: int | None = None
@@ -70,6 +82,7 @@ class Case:
             q, cache[self.layout.stride_block // 2 :], out, tables=tables, table_rows=table_rows[:max_rows],
             positions=positions, num_rows=torch.tensor(rows - PADDING, dtype=torch.int32, device=device),
             layout=self.layout, scratch=scratch, splits=splits, pdl=False,
+            sinks=None if self.sinks is None else self.sinks.to(device),
         )  # fmt: skip
         assert not scratch.counters.any(), "the next launch counts from zero"
         return out.cpu().float()
@@ -87,6 +100,7 @@ def make_case(shape: AttentionShape, block_size: int) -> Case:
     cache = torch.full((num_blocks, 2, block_size, 2, heads, dim), float("nan"), dtype=torch.bfloat16)
     q = torch.randn(rows, shape.num_heads * dim, generator=generator).bfloat16()
     expected = torch.full(q.shape, float("nan"))
+    sinks = 3 * torch.randn(shape.num_heads, generator=generator) if shape.has_sinks else None
     for row, position in enumerate(POSITIONS):
         first = max(0, position + 1 - shape.window) if shape.window else 0
         seen = torch.randn(2, position + 1 - first, heads, dim, generator=generator).bfloat16()
@@ -97,10 +111,13 @@ def make_case(shape: AttentionShape, block_size: int) -> Case:
         scores = torch.einsum("hd,thd->ht", q[row].float().view(-1, dim), keys) * shape.scale
         if shape.softcap:
             scores = shape.softcap * torch.tanh(scores / shape.softcap)
-        expected[row] = torch.einsum("ht,thd->hd", scores.softmax(1), values).flatten()
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None]), 1)
+        weights = scores.softmax(1)[:, : len(values)]
+        expected[row] = torch.einsum("ht,thd->hd", weights, values).flatten()
     token = 2 * heads * dim
     layout = PagedLayout(block_size, 2 * block_size * token, token, heads * dim, dim)
-    return Case(shape, block_size, q, cache.flatten(), order, table_rows, positions, layout, expected)
+    return Case(shape, block_size, q, cache.flatten(), order, table_rows, positions, layout, expected, sinks)
 
 
 def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
@@ -111,10 +128,10 @@ def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
 RUN_ON_CPU = """
 extern "C" void run(unsigned programs, const u8* q, const u8* cache, u8* out, const int* tables, const int* table_rows,
                     const int* positions, const int* num_rows, float* partial, float* stats, int* counters,
-                    float scale, int a, int b, int c, int d, int e, int f, int g, int h) {
+                    const float* sinks, float scale, int a, int b, int c, int d, int e, int f, int g, int h) {
     kernel = [=] {
-        attend_decode(q, cache, out, tables, table_rows, positions, num_rows, partial, stats, counters, scale, a, b, c,
-                      d, e, f, g, h);
+        attend_decode(q, cache, out, tables, table_rows, positions, num_rows, partial, stats, counters, sinks, scale, a,
+                      b, c, d, e, f, g, h);
     };
     run_blocks({programs, 1, 1}, 32 * WARPS);
 }
@@ -173,6 +190,16 @@ def test_attends_to_what_rows_may_see(build: Any, name: str, variant: Variant) -
     shape = SHAPES[name]
     attention, device = build(shape, 16, variant)
     case = make_case(shape, 16)
+    for splits in SPLITS:
+        assert_close(case.run(attention, device, splits), case.expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sinks_in_the_kernel_for_other_devices(device: str) -> None:
+    shape = SHAPES["sinks"]
+    attention: Any = SimpleNamespace(attend=partial(attend_decode, shape=shape))
+    case = make_case(shape, 16)
+    case = replace(case, q=case.q.float(), cache=case.cache.float())  # the interpreter's products are not of bf16
     for splits in SPLITS:
         assert_close(case.run(attention, device, splits), case.expected)
 

@@ -23,11 +23,12 @@ TOLERANCE = 1e-3
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_mixed_batch_on_the_device(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_mixed_batch_on_the_device(family: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts, then decoding rows, of all adapters; on a GPU in graphs, and prompts in chunks."""
     monkeypatch.setattr(loader, "can_pack", lambda *_: False)
     monkeypatch.setattr("tests.numerics.driver.put_adapter", put_device_adapter)
-    mixture = make_mixture(tmp_path)
+    mixture = make_mixture(tmp_path, family)
     loaded, runner = make_device_runner(mixture, mixture.folder, device, marks_free=True)  # type: ignore[arg-type]
     driver = Driver(runner)  # type: ignore[arg-type]
     mixed = streams_of(mixture, driver, 1, loaded, longest=40 if device == "cuda" else 4)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from manylora_worker.models.cuda.kernels.nf4 import Nf4Linear
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+ExpertActivation = Activation | Literal["clamped_swiglu"]  # the last one as layers.mixture.clamped_swiglu
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -46,6 +47,7 @@ class AttentionShape:
     scale: float
     window: int | None = None  # a row sees itself and the window - 1 positions before it
     softcap: float | None = None
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class MixtureMlp:
     experts: LoraExperts
     top_k: int
     normalizes: bool  # whether a row's shares add up to 1
+    activation: ExpertActivation
 
 
 @dataclass(frozen=True)
@@ -124,12 +127,7 @@ class DecoderWeights:
     @property
     def has_kernels(self) -> bool:
         """Whether the GPU's kernels compute all of it."""
-        return all(
-            each.sinks is None
-            and (each.q_norm is None or len(each.q_norm) == each.attention.head_dim)
-            and (isinstance(each.mlp, DenseMlp) or each.mlp.experts.biases is None)
-            for each in self.layers
-        )
+        return all(each.q_norm is None or len(each.q_norm) == each.attention.head_dim for each in self.layers)
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,7 @@ def read_decoder(loaded: LoadedModel) -> DecoderWeights | None:
     if norm is None or not hasattr(body, "layers") or not hasattr(body, "rotary_emb"):
         return None
     ropes, rope_of = _rope_tables(loaded, body.rotary_emb, config)
-    found = [_read_layer(loaded, layer, i, rope_of(i)) for i, layer in enumerate(body.layers)]
+    found = [_read_layer(loaded, layer, i, rope_of(i), activation) for i, layer in enumerate(body.layers)]
     layers = [layer for layer in found if layer is not None]
     factors, adds_one, embed = _Factors.of(config), _adds_one(body.norm), body.embed_tokens
     if len(layers) < len(found):
@@ -223,7 +221,9 @@ _KNOWN_ATTENTION_PARTS = frozenset(
 _KNOWN_MLP_PARTS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"})
 
 
-def _read_layer(loaded: LoadedModel, layer: nn.Module, index: int, rope: int) -> DecoderLayer | None:
+def _read_layer(
+    loaded: LoadedModel, layer: nn.Module, index: int, rope: int, activation: Activation
+) -> DecoderLayer | None:
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     if attention is None or mlp is None:
         return None
@@ -232,7 +232,7 @@ def _read_layer(loaded: LoadedModel, layer: nn.Module, index: int, rope: int) ->
             return None
     qkv = _fused_projection(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
     o = _projection(attention.o_proj)
-    read_mlp = _read_mlp(mlp)
+    read_mlp = _read_mlp(mlp, activation)
     norms = _layer_norms(layer)
     if qkv is None or o is None or read_mlp is None or norms is None:
         return None
@@ -263,20 +263,21 @@ def _read_layer(loaded: LoadedModel, layer: nn.Module, index: int, rope: int) ->
             scale=scale,
             window=traits.sliding_window,
             softcap=traits.softcap,
+            has_sinks=traits.sinks is not None,
         ),
         rope=rope,
         sinks=traits.sinks,
     )
 
 
-def _read_mlp(mlp: nn.Module) -> DenseMlp | MixtureMlp | None:
+def _read_mlp(mlp: nn.Module, activation: Activation) -> DenseMlp | MixtureMlp | None:
     parts = {name for name, _ in mlp.named_children()}
     if parts in ({"experts", "gate"}, {"experts", "router"}):
         router, experts = getattr(mlp, "gate", None) or mlp.router, mlp.experts
         if not isinstance(router, LoraRouter) or not isinstance(experts, LoraExperts):
             return None
-        read = _projection(router.linear)
-        return None if read is None else MixtureMlp(read, experts, router.top_k, router.normalizes)
+        read, own = _projection(router.linear), "clamped_swiglu" if experts.is_clamped else activation
+        return None if read is None else MixtureMlp(read, experts, router.top_k, router.normalizes, own)
     if parts - _KNOWN_MLP_PARTS:
         return None
     gate_up = _fused_projection(mlp, "gate_up_proj", ("gate_proj", "up_proj"))

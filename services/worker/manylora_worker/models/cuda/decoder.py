@@ -180,9 +180,7 @@ class Decoder:
         self._experts = None
         if sizes.mixture is not None:
             assert experts is not None
-            self._experts = ExpertMlp(
-                sizes.mixture, experts, activation=weights.activation, lora_chunks=lora_chunks, pdl=pdl
-            )
+            self._experts = ExpertMlp(sizes.mixture, experts, lora_chunks=lora_chunks, pdl=pdl)
         self._logits = buffer("logits")
         self._lora = buffer("lora")
         self._lora_tiles = LoraTiles.where_it_runs(lora_chunks, dtype, device)
@@ -196,6 +194,7 @@ class Decoder:
             shape: DecodeAttention.where_it_runs(shape, layout.block_size, dtype, device)
             for shape in {layer.attention for layer in weights.layers}
         }
+        self._sinks = [None if layer.sinks is None else layer.sinks.float() for layer in weights.layers]
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
@@ -461,6 +460,7 @@ class Decoder:
                 scratch=self._scratch,
                 splits=step.splits,
                 pdl=self._pdl,
+                sinks=self._sinks[index],
             )
         if step.prefill_tiles is not None:
             attend_prefill(
@@ -472,4 +472,5 @@ class Decoder:
                 num_tiles=step.num_prefill_tiles,
                 shape=shape,
                 layout=self._layout,
+                sinks=self._sinks[index],
             )

@@ -21,7 +21,7 @@ from manylora_worker.models.cuda.kernels.experts_lora import (
 from manylora_worker.models.cuda.kernels.experts_product import grouped_product, tile_pairs
 from manylora_worker.models.cuda.kernels.experts_route import TILE_FIELDS, Groups, group, most_tiles, route
 from manylora_worker.models.cuda.kernels.lora import CHUNK_RANKS, LoraRows
-from manylora_worker.models.decoder_weights import Activation, DecoderWeights, MixtureMlp
+from manylora_worker.models.decoder_weights import DecoderWeights, MixtureMlp
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,9 @@ class MixtureSizes:
 class ExpertMlp:
     """Of every layer of experts; its buffers serve one after the other."""
 
-    def __init__(
-        self, sizes: MixtureSizes, adapters: ExpertAdapters, *, activation: Activation, lora_chunks: int, pdl: bool
-    ) -> None:
+    def __init__(self, sizes: MixtureSizes, adapters: ExpertAdapters, *, lora_chunks: int, pdl: bool) -> None:
         device, dtype = adapters.arena.device, adapters.arena.dtype
         self._adapters = adapters
-        self._activation: Activation = activation
         self._max_rank = lora_chunks * CHUNK_RANKS
         self._pdl = pdl
         self._chosen = torch.zeros(sizes.pairs, dtype=torch.int32, device=device)
@@ -116,22 +113,26 @@ class ExpertMlp:
         both = self._both[: pairs * 2 * width].view(pairs, 2 * width)
         outputs = self._both[: pairs * hidden].view(pairs, hidden)
         gate_up_weight, down_weight = mlp.experts.gate_up, mlp.experts.down
+        gate_up_bias, down_bias = mlp.experts.biases or (None, None)
         if row_adapters is None:
             grouped_product(
-                x, gate_up_weight, gated, groups, pairs_a_row=top_k, gates=self._activation, halves=2, pdl=self._pdl
-            )
-            grouped_product(gated, down_weight, outputs, groups, pairs_a_row=1, pdl=self._pdl)
+                x, gate_up_weight, gated, groups, bias=gate_up_bias, pairs_a_row=top_k, gates=mlp.activation, halves=2,
+                pdl=self._pdl,
+            )  # fmt: skip
+            grouped_product(gated, down_weight, outputs, groups, bias=down_bias, pairs_a_row=1, pdl=self._pdl)
         else:
             rows = self._rows(mlp, 0, row_adapters, chosen, hidden)
             with beside():
                 shrink(x, rows, pairs_a_row=top_k, pdl=self._pdl)
-            grouped_product(x, gate_up_weight, both, groups, pairs_a_row=top_k, halves=2, pdl=self._pdl)
+            grouped_product(
+                x, gate_up_weight, both, groups, bias=gate_up_bias, pairs_a_row=top_k, halves=2, pdl=self._pdl
+            )
             end_beside()
-            gate(both, gated, rows, activation=self._activation, pdl=self._pdl)
+            gate(both, gated, rows, activation=mlp.activation, pdl=self._pdl)
             rows = self._rows(mlp, 1, row_adapters, chosen, width)
             with beside():
                 shrink(gated, rows, pairs_a_row=1, pdl=self._pdl)
-            grouped_product(gated, down_weight, outputs, groups, pairs_a_row=1, pdl=self._pdl)
+            grouped_product(gated, down_weight, outputs, groups, bias=down_bias, pairs_a_row=1, pdl=self._pdl)
             end_beside()
             expand(outputs, rows, pdl=self._pdl)
         join(outputs, shares, out, num_rows=num_rows, top_k=top_k, pdl=self._pdl)

@@ -79,6 +79,10 @@ class LoraExperts(nn.Module):
         self.switch = switch
 
     @property
+    def is_clamped(self) -> bool:
+        return self.gated is clamped_swiglu
+
+    @property
     def biases(self) -> tuple[Tensor, Tensor] | None:
         gate_up, down = self.gate_up_bias, self.down_bias
         return None if gate_up is None or down is None else (gate_up, down)

@@ -69,10 +69,10 @@ def _attend_tile(q, k, v, token_mask, largest, total, acc, scale, SOFTCAP: tl.co
 @triton.jit
 def _decode_kernel(
     q_ptr, cache_ptr, tables_ptr, table_rows_ptr, positions_ptr, num_rows_ptr, out_ptr, partial_ptr, stats_ptr,
-    counters_ptr, scale, stride_table, stride_block, stride_token, stride_kv, stride_head, NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    SPLITS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    counters_ptr, sinks_ptr, scale, stride_table, stride_block, stride_token, stride_kv, stride_head,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -127,6 +127,13 @@ def _decode_kernel(
         largest = score * 1.4426950408889634
         total += 1.0
         acc += own_v[None, :]
+        if SINKS:
+            sink = tl.load(sinks_ptr + heads, mask=group_mask, other=0.0) * 1.4426950408889634
+            base = tl.maximum(largest, sink)
+            weight = tl.exp2(largest - base)
+            total = weight + tl.exp2(sink - base)
+            acc *= weight[:, None]
+            largest = base
     next_tile = begin
     if EARLY:
         largest, total, acc = _attend_tile(q, k, v, token_mask, largest, total, acc, scale, SOFTCAP)
@@ -197,6 +204,7 @@ def attend_decode(
     scratch: DecodeScratch,
     splits: int,
     pdl: bool,
+    sinks: Tensor | None = None,
 ) -> None:
     """One new token a row; its keys and values are in the cache already.
 
@@ -206,6 +214,7 @@ def attend_decode(
         positions: int32 [rows]: of the row's token.
         num_rows: int32 scalar; rows behind it are left alone.
         splits: programs that share one row's context, where it is long enough.
+        sinks: float32 [heads], where the shape has them.
     """
     rows = table_rows.shape[0]
     group = shape.num_heads // shape.num_kv_heads
@@ -215,20 +224,20 @@ def attend_decode(
     block_n = 32 if is_many or block_d > 128 else 64
     _decode_kernel[(rows, shape.num_kv_heads, splits)](
         q, cache, tables, table_rows, positions, num_rows, out, scratch.partial, scratch.stats, scratch.counters,
-        shape.scale, tables.stride(0), layout.stride_block, layout.stride_token, layout.stride_kv, layout.stride_head,
-        NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads, HEAD_DIM=shape.head_dim, BLOCK_D=block_d,
-        BLOCK_G=max(16, triton.next_power_of_2(group)), BLOCK_N=block_n, BLOCK_SIZE=layout.block_size,
-        WINDOW=shape.window or 0, SOFTCAP=shape.softcap or 0.0, SPLITS=splits, EARLY=not is_many, PDL=pdl,
-        num_warps=1 if is_many else 4, num_stages=2, launch_pdl=pdl,
+        sinks, shape.scale, tables.stride(0), layout.stride_block, layout.stride_token, layout.stride_kv,
+        layout.stride_head, NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads, HEAD_DIM=shape.head_dim,
+        BLOCK_D=block_d, BLOCK_G=max(16, triton.next_power_of_2(group)), BLOCK_N=block_n, BLOCK_SIZE=layout.block_size,
+        WINDOW=shape.window or 0, SOFTCAP=shape.softcap or 0.0, SINKS=shape.has_sinks, SPLITS=splits,
+        EARLY=not is_many, PDL=pdl, num_warps=1 if is_many else 4, num_stages=2, launch_pdl=pdl,
     )  # fmt: skip
 
 
 @triton.jit
 def _prefill_kernel(
-    q_ptr, cache_ptr, tables_ptr, tiles_ptr, out_ptr, scale, stride_table, stride_block, stride_token, stride_kv,
-    stride_head, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    q_ptr, cache_ptr, tables_ptr, tiles_ptr, out_ptr, sinks_ptr, scale, stride_table, stride_block, stride_token,
+    stride_kv, stride_head, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     tile = tl.program_id(1)
@@ -250,6 +259,9 @@ def _prefill_kernel(
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    if SINKS:
+        largest = tl.zeros((BLOCK_M,), tl.float32) + tl.load(sinks_ptr + head) * 1.4426950408889634
+        total += 1.0
     context = start + count
     first = 0
     if WINDOW > 0:
@@ -315,6 +327,7 @@ def attend_prefill(
     num_tiles: int,
     shape: AttentionShape,
     layout: PagedLayout,
+    sinks: Tensor | None = None,
 ) -> None:
     """Chunks of prompts, causal; their keys and values are in the cache already.
 
@@ -322,14 +335,15 @@ def attend_prefill(
         q, out: [rows, heads * head_dim].
         tiles: int32 [>= num_tiles, PREFILL_TILE_FIELDS]: first row, rows (at most `prefill_block_m`; 0: unused), the
             first row's position, its sequence in `tables`.
+        sinks: float32 [heads], where the shape has them.
     """
     block_d = triton.next_power_of_2(shape.head_dim)
     wide = q.dtype.itemsize == 4
     block_m = prefill_block_m(shape)
     _prefill_kernel[(shape.num_heads, num_tiles)](
-        q, cache, tables, tiles, out, shape.scale, tables.stride(0), layout.stride_block, layout.stride_token,
+        q, cache, tables, tiles, out, sinks, shape.scale, tables.stride(0), layout.stride_block, layout.stride_token,
         layout.stride_kv, layout.stride_head, NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
         HEAD_DIM=shape.head_dim, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=32 if wide else 64,
         BLOCK_SIZE=layout.block_size, WINDOW=shape.window or 0, SOFTCAP=shape.softcap or 0.0,
-        num_warps=8 if block_m == 128 else 4, num_stages=1 if wide else 2,
+        SINKS=shape.has_sinks, num_warps=8 if block_m == 128 else 4, num_stages=1 if wide else 2,
     )  # fmt: skip

@@ -12,7 +12,7 @@
 // end merges these (Flash-Decoding, Dao et al., 2023).
 //
 // Defined by the compilation: HEAD_DIM (a multiple of 16), GROUP (heads that share keys and values, at most 8),
-// BLOCK_SIZE (a multiple of TILE), WINDOW (0: none), SOFTCAP (0: none), WARPS, STAGES, TILES_OF_SPLIT.
+// BLOCK_SIZE (a multiple of TILE), WINDOW (0: none), SOFTCAP (0: none), SINKS (0: none), WARPS, STAGES, TILES_OF_SPLIT.
 
 constexpr int TILE = 16, PIECES = HEAD_DIM / 8;  // a piece: 16 bytes
 constexpr int ROW_BYTES = HEAD_DIM * 2, STAGE = 2 * TILE * ROW_BYTES;
@@ -100,11 +100,11 @@ __device__ __forceinline__ void store_piece(u8* to, const Merged& merged) {
 
 // Grid: programs that take every so many-th of min(num_rows, max_rows) * splits * num_kv_heads items.
 //
-// partial, stats, counters: attention.py's DecodeScratch.
+// partial, stats, counters: attention.py's DecodeScratch. sinks: a logit of each head.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     attend_decode(const u8* q, const u8* cache_at, u8* out, const int* tables, const int* table_rows,
-                  const int* positions, const int* num_rows, float* partial, float* stats, int* counters, float scale,
-                  int max_rows, int splits, int num_kv_heads, int stride_table, int stride_block, int stride_token,
+                  const int* positions, const int* num_rows, float* partial, float* stats, int* counters,
+                  const float* sinks, float scale, int max_rows, int splits, int num_kv_heads, int stride_table, int stride_block, int stride_token,
                   int stride_values, int stride_head) {
     const Cache cache = {cache_at,          tables,            table_rows,         positions,        stride_table,
                          stride_block * 2L, stride_token * 2L, stride_values * 2L, stride_head * 2L, num_kv_heads,
@@ -160,6 +160,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
                 queries[i][half] = group < GROUP ? *(const u32*)from : 0;
             }
         float largest[2] = {NOTHING, NOTHING}, total[2] = {0, 0};
+        if (SINKS && split == 0 && warp == 0)  // as if a tile before the first had been that logit alone
+            for (int head = 0; head < 2; head++)
+                if (2 * quad + head < GROUP) {
+                    largest[head] = sinks[item % num_kv_heads * GROUP + 2 * quad + head] * log2e;
+                    total[head] = group == 0;  // the lanes' are added up at the end
+                }
         float sums[HEAD_DIM / 16][4] = {};
         for (int tile = share.tile; tile < share.end; tile += share.step) {
             wait_for_copies<STAGES - 2>();

@@ -89,6 +89,7 @@ class DecodeAttention:
         scratch: DecodeScratch,
         splits: int,
         pdl: bool,
+        sinks: Tensor | None = None,
     ) -> None:
         """As attention.attend_decode."""
         shape = self._shape
@@ -98,10 +99,11 @@ class DecodeAttention:
         shared_bytes = variant.shared_bytes(shape)
         programs = self._processors * (_SHARED_BYTES // (shared_bytes + _RESERVED_BYTES))
         strides = (layout.stride_block, layout.stride_token, layout.stride_kv, layout.stride_head)
+        read_sinks = scratch.stats if sinks is None else sinks  # it reads none of a shape without
         kernel.launch(
             (min(each_head * splits, programs), 1, 1), 32 * variant.warps, shared_bytes,
             (q, cache, out, tables, table_rows, positions, num_rows, scratch.partial, scratch.stats, scratch.counters,
-             shape.scale, rows, splits, shape.num_kv_heads, tables.stride(0), *strides),
+             read_sinks, shape.scale, rows, splits, shape.num_kv_heads, tables.stride(0), *strides),
             pdl=pdl,
         )  # fmt: skip
 
@@ -118,6 +120,7 @@ def source(shape: AttentionShape, block_size: int, variant: Variant) -> str:
         "BLOCK_SIZE": block_size,
         "WINDOW": shape.window or 0,
         "SOFTCAP": f"{shape.softcap or 0.0!r}f",
+        "SINKS": int(shape.has_sinks),
         "WARPS": variant.warps,
         "STAGES": variant.stages,
         "TILES_OF_SPLIT": variant.tiles_of_split,

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manylora_worker.models.cuda.kernels.experts_product import activate
-from manylora_worker.models.decoder_weights import Activation
+from manylora_worker.models.cuda.kernels.experts_product import activate_times
+from manylora_worker.models.decoder_weights import ExpertActivation
 
 _K_OF_SPLIT = 1024
 _FEW_PAIRS = 4096  # up to so many, a shrink's inner dimension is split
@@ -146,11 +146,11 @@ def _gate_kernel(
         for chunk in range(0, tl.cdiv(rank, 16)):
             gate = _add_low_rank(gate, s, stride_split, b_ptr, chunk, rank, columns, mask, N, SPLITS)
             up = _add_low_rank(up, s + MAX_RANK, stride_split, b_ptr + rank * N, chunk, rank, columns, mask, N, SPLITS)
-    tl.store(out_ptr + pair.to(tl.int64) * N + columns, activate(gate, ACTIVATION) * up, mask=mask)
+    tl.store(out_ptr + pair.to(tl.int64) * N + columns, activate_times(gate, up, ACTIVATION), mask=mask)
 
 
-def gate(gate_up: Tensor, out: Tensor, rows: ExpertRows, *, activation: Activation, pdl: bool) -> None:
-    """out [pairs, width] = activation(gate) * up of gate_up [pairs, 2 * width], both with their LoRA."""
+def gate(gate_up: Tensor, out: Tensor, rows: ExpertRows, *, activation: ExpertActivation, pdl: bool) -> None:
+    """out [pairs, width] = activation(gate) * up of gate_up [pairs, 2 * width], with LoRA; clamped_swiglu is both."""
     pairs, width = out.shape
     block_n = min(256, triton.next_power_of_2(width))
     _gate_kernel[(pairs, triton.cdiv(width, block_n))](

@@ -7,9 +7,11 @@ import triton.language as tl
 from torch import Tensor
 
 from manylora_worker.models.cuda.kernels.experts_route import Groups, most_tiles
-from manylora_worker.models.decoder_weights import Activation
+from manylora_worker.models.decoder_weights import ExpertActivation
+from manylora_worker.models.layers.mixture import CLAMP_ALPHA, CLAMP_LIMIT
 
 _BLOCK_K = 128
+_ALPHA, _LIMIT = tl.constexpr(CLAMP_ALPHA), tl.constexpr(CLAMP_LIMIT)
 _FEW_PAIRS = 256  # up to so many, programs with fewer columns: there are more of them
 
 
@@ -26,9 +28,20 @@ def activate(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def activate_times(gate, up, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "clamped_swiglu":
+        gate = tl.where(gate > _LIMIT, _LIMIT, gate)  # what is no number stays so
+        up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
+        gated = (up + 1.0) * gate / (1.0 + tl.exp(gate * -_ALPHA))
+    else:
+        gated = activate(gate, ACTIVATION) * up
+    return gated
+
+
+@triton.jit
 def _product_kernel(
-    x_ptr, w_ptr, out_ptr, order_ptr, tiles_ptr, count_ptr, stride_out, N: tl.constexpr, K: tl.constexpr,
-    PAIRS_A_ROW: tl.constexpr, HALVES: tl.constexpr, GATES: tl.constexpr, ACTIVATION: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, count_ptr, stride_out, N: tl.constexpr, K: tl.constexpr,
+    PAIRS_A_ROW: tl.constexpr, HALVES: tl.constexpr, BIAS: tl.constexpr, GATES: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """N columns of the one or two halves of an expert's weight, [HALVES * N, K]."""
@@ -61,10 +74,15 @@ def _product_kernel(
         if HALVES == 2:
             w = tl.load(w_rows + N * K + ks[None, :], mask=w_mask, other=0.0)
             second = tl.dot(w, x, second, input_precision="ieee")
+    if BIAS:
+        bias = bias_ptr + expert * (HALVES * N) + columns
+        acc += tl.load(bias, mask=column_mask, other=0.0).to(tl.float32)[:, None]
+        if HALVES == 2:
+            second += tl.load(bias + N, mask=column_mask, other=0.0).to(tl.float32)[:, None]
     at = out_ptr + pairs.to(tl.int64)[None, :] * stride_out + columns[:, None]
     out_mask = mask[None, :] & column_mask[:, None]
     if GATES:
-        acc = activate(acc, ACTIVATION) * second
+        acc = activate_times(acc, second, ACTIVATION)
     tl.store(at, acc, mask=out_mask)
     if HALVES == 2 and not GATES:
         tl.store(at + N, second, mask=out_mask)
@@ -83,15 +101,18 @@ def grouped_product(
     groups: Groups,
     *,
     pairs_a_row: int,
-    gates: Activation | None = None,
+    bias: Tensor | None = None,
+    gates: ExpertActivation | None = None,
     halves: int = 1,
     pdl: bool,
 ) -> None:
-    """out[pair] = x[pair // pairs_a_row] @ weight[its expert]^T.
+    """out[pair] = x[pair // pairs_a_row] @ weight[its expert]^T + bias[its expert].
 
     Args:
         weight: [experts, halves * columns, in].
-        gates: with two halves: out [pairs, columns] is activation(first) * second; None: out has both.
+        bias: [experts, halves * columns].
+        gates: with two halves: out [pairs, columns] is activation(first) * second, of which clamped_swiglu is
+            both; None: out has both halves.
     """
     num_experts, rows, k = weight.shape
     n, pairs = rows // halves, out.shape[0]
@@ -102,7 +123,8 @@ def grouped_product(
     block_n, block_k = min(block_n, triton.next_power_of_2(n)), min(block_k, triton.next_power_of_2(k))
     grid = (triton.cdiv(n, block_n), most_tiles(pairs, num_experts, groups.block_m))
     _product_kernel[grid](
-        x, weight, out, groups.order, groups.tiles, groups.count, out.stride(0), N=n, K=k, PAIRS_A_ROW=pairs_a_row,
-        HALVES=halves, GATES=gates is not None, ACTIVATION=gates or "silu", BLOCK_M=groups.block_m, BLOCK_N=block_n,
+        x, weight, bias, out, groups.order, groups.tiles, groups.count, out.stride(0), N=n, K=k,
+        PAIRS_A_ROW=pairs_a_row, HALVES=halves, BIAS=bias is not None, GATES=gates is not None,
+        ACTIVATION=gates or "silu", BLOCK_M=groups.block_m, BLOCK_N=block_n,
         BLOCK_K=block_k, STAGES=stages, PDL=pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
