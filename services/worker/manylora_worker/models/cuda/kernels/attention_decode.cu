@@ -104,8 +104,8 @@ __device__ __forceinline__ void store_piece(u8* to, const Merged& merged) {
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     attend_decode(const u8* q, const u8* cache_at, u8* out, const int* tables, const int* table_rows,
                   const int* positions, const int* num_rows, float* partial, float* stats, int* counters,
-                  const float* sinks, float scale, int max_rows, int splits, int num_kv_heads, int stride_table, int stride_block, int stride_token,
-                  int stride_values, int stride_head) {
+                  const float* sinks, float scale, int max_rows, int splits, int num_kv_heads, int stride_table,
+                  int stride_block, int stride_token, int stride_values, int stride_head) {
     const Cache cache = {cache_at,          tables,            table_rows,         positions,        stride_table,
                          stride_block * 2L, stride_token * 2L, stride_values * 2L, stride_head * 2L, num_kv_heads,
                          splits};
