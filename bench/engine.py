@@ -10,9 +10,10 @@ The models are shapes with random weights (no download). One JSON line a case:
     decode-distinct   every row has its own, up to 64 of them
     mixed-rank        as decode-distinct, with ranks 8, 16, 32, 64 in turn
     decode-composed   rows of two adapters each, and rows with one of their ranks together
+    decode-kinds      plain adapters; every second with a rotation of its own (LongLoRA), or with gains (DoRA)
     merged            rows of one adapter beside the base model and in its weights, and both ways there and back
     prefill           fresh prompts; fraction is of the matrix ceiling
-    zipf-1000, loads, churn, chunk, base-only, constrained    traffic through the whole engine, see engine_traffic.py
+    zipf-1000, loads, churn, chunk, base-only, arrivals, constrained   traffic through the engine: engine_traffic.py
 
 `ms_per_step` is what a caller of DeviceModelRunner sees: steps submitted one after the other, each taking the tokens
 of the one before on the device; `device_ms` is the same graph replayed alone. `floor_ms` is the time to read weights,
@@ -44,6 +45,7 @@ import triton
 from manylora_shared.composition import Part, key_of
 from manylora_shared.ids import AdapterKey, AdapterUid
 from manylora_shared.process.heap import freeze_started
+from manylora_shared.stores.adapter_rope import RopeScaling
 from manylora_worker.kinds.api import PENDING_TOKEN, Sampling, SequenceChunk, StepBatch
 from manylora_worker.models.cuda.kernels.nf4 import Nf4Linear
 from manylora_worker.models.cuda.runner import DeviceLimits, DeviceModelRunner
@@ -54,14 +56,22 @@ from manylora_worker.models.loader import LoadedModel, prepare_model
 from manylora_worker.models.quantized.fp8 import Fp8Linear
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.weights.host_memory import HostMemory
-from manylora_worker.weights.layout import HostAdapter, elements_of, lay_out
+from manylora_worker.weights.layout import (
+    Extras,
+    HostAdapter,
+    VectorKind,
+    elements_of,
+    elements_with,
+    lay_out,
+    place_vectors,
+)
 from manylora_worker.weights.sites import ExpertShape
 
 from bench.shapes import SHAPES, random_model, random_share
 
 GIB = 1 << 30
 GREEDY = Sampling(seed=0, temperature=0.0)
-TRAFFIC = ("zipf-1000", "loads", "churn", "chunk", "base-only", "constrained")
+TRAFFIC = ("zipf-1000", "loads", "churn", "chunk", "base-only", "arrivals", "constrained")
 MIXED_RANKS = (8, 16, 32, 64)
 
 
@@ -82,6 +92,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share the model; no traffic cases")
     parser.add_argument("--all-reduce", choices=("nccl", "two-shot"), default="nccl")
     parser.add_argument("--rank-of", default="", help=argparse.SUPPRESS)  # RANK:STORE, of a process started here
+    parser.add_argument("--guesses", action="store_true", help="traffic: tenants' likely next adapters are loaded")
     parser.add_argument("--profile", default="", help="print the kernels of one step of these case:batch")
     return parser.parse_args()
 
@@ -155,7 +166,7 @@ class Bench:
         block_bytes = token_bytes * options.block_size
         kv_tokens = max(max(self.batches) * (options.context + 64), 16 * 1024)
         num_kv = kv_tokens // options.block_size + 600
-        mixes_ranks = bool({"mixed-rank", "decode-composed"} & set(options.cases.split(",")))
+        mixes_ranks = bool({"mixed-rank", "decode-composed", "decode-kinds"} & set(options.cases.split(",")))
         largest = max(options.rank, 32 if mixes_ranks else 0)
         adapter_bytes = make_adapter(self.loaded, 0, largest, options.expert_rank).size_bytes
         num_adapter = int((2.4 if mixes_ranks else 1.2) * options.adapters * adapter_bytes / block_bytes) + 64
@@ -293,6 +304,32 @@ class Bench:
         parts = self.adapters_of([rank] * 2 * count)
         self.decode("composed/pairs", rows, parts, parts_a_row=2)
 
+    def kinds(self, rows: int) -> None:
+        """What rows of a kind cost the others of their step: plain adapters alone; with a rotation of its own in every
+        second; with gains (DoRA) in every second.
+        """
+        rank, count = self.options.rank, min(rows, self.options.adapters)
+        plain = self.adapters_of([rank] * count)
+        self.decode("kinds/plain", rows, plain)
+        rope = RopeScaling((("factor", 4.0), ("rope_type", "linear")), 4 * self.options.context)
+        sites = [(site.index, slot) for site in self.loaded.sites for slot in range(len(site.slots))]
+        for kind, vectors in (("rotated", []), ("gains", [(VectorKind.MAGNITUDE, *each) for each in sites])):
+            half: list[HostAdapter] = []
+            for index in range((count + 1) // 2):
+                adapter = make_adapter(self.loaded, index, rank)
+                placed = place_vectors(vectors, adapter.layout, self.loaded.sites)
+                extras = Extras(rope if kind == "rotated" else None, vectors=placed)
+                room = torch.ones(elements_with(adapter.layout, extras), device="cuda", dtype=torch.bfloat16)
+                room[: adapter.buffer.numel()] = adapter.buffer
+                half.append(HostAdapter(AdapterUid(f"{adapter.uid}-{kind}"), room, adapter.layout, extras))
+                self.sizes[half[-1].uid] = half[-1].size_bytes
+                self.runner.reserve_adapter(half[-1])
+                self.runner.fill_adapter(half[-1])
+            mixed = [each for pair in zip(half, plain[1::2] or half, strict=False) for each in pair][:count]
+            self.decode(f"kinds/{kind}", rows, mixed)
+            for adapter in half:
+                self.runner.drop_adapter(adapter.uid)
+
     def merge(self, rows: int) -> None:
         """Rows of one adapter beside the base model, with it in the weights, and the base model's; both ways there and
         back twice, and whether logits are the same bit for bit.
@@ -394,7 +431,7 @@ class Bench:
         options = self.options
         store = engine_traffic.Store(self.loaded, options.rank)
         adapter = make_adapter(self.loaded, 0, options.rank)
-        sizes = {"slots": max(self.batches), "batch_tokens": 2048 + 64, "chunk_tokens": 2048}
+        sizes: dict[str, Any] = {"slots": max(self.batches), "batch_tokens": 2048 + 64, "chunk_tokens": 2048}
         sizes["max_overtakes"] = 2 * max(self.batches)
         runner = self.make_runner(
             num_kv=12_000, num_adapters=options.adapters, max_rows=sizes["batch_tokens"], warms_up=True
@@ -403,7 +440,7 @@ class Bench:
         started = time.perf_counter()
         memory = HostMemory(engine_traffic.HOST_BYTES)
         self.print(case="pin", gib=engine_traffic.HOST_BYTES / GIB, seconds=time.perf_counter() - started)
-        engine = engine_traffic.Traffic(self.loaded, runner, store, memory=memory, **sizes)
+        engine = engine_traffic.Traffic(self.loaded, runner, store, memory=memory, guesses=options.guesses, **sizes)
         freeze_started()  # as a worker does
         for case in cases:
             if case == "zipf-1000":
@@ -414,6 +451,8 @@ class Bench:
                 engine_traffic.run_churn(engine, self.print)
             elif case == "chunk":
                 engine_traffic.run_chunk(engine, self.print)
+            elif case == "arrivals":
+                engine_traffic.run_arrivals(engine, options.guesses, self.print)
             elif case == "constrained":
                 engine_traffic.run_constrained(engine, self.loaded.spec.vocab_size, self.print)
             else:
@@ -444,6 +483,8 @@ class Bench:
                     self.decode(case, rows, self.adapters_of([options.rank] * min(rows, options.adapters)))
                 elif case == "decode-composed":
                     self.compose(rows)
+                elif case == "decode-kinds":
+                    self.kinds(rows)
                 elif case == "merged":
                     self.merge(rows)
                 elif case == "mixed-rank":

@@ -6,6 +6,8 @@
     churn        a steady decode of 32 rows with an adapter each, alone and beside 100 adapter loads a second
     chunk        64 rows decode while prompts of 2,048 tokens arrive, one after the other, each one chunk
     base-only    rows without adapters, on an engine without LoRA and on one with 64 adapters on the device
+    arrivals     2,000 requests, 60 a second, of 8 tenants' 1,000 adapters by Zipf(1), of which the host holds some 300;
+                 with --guesses adapters that a tenant may ask for next are loaded meanwhile (a worker's --prefetch)
     constrained  64 rows with an adapter each that draw freely, and 64 that draw inside a JSON schema, by turns
 
 The adapters are real files with real digests. Their weights are a few files' that share their bytes (hard links); the
@@ -117,6 +119,7 @@ class Traffic:
         device_bytes: int,
         max_overtakes: int,
         memory: HostMemory,
+        guesses: bool = False,
     ) -> None:
         self.store = store
         reader = ReaderProcesses(loaded.adapter_base(), AdapterLimits(max_rank=64), memory)
@@ -127,6 +130,7 @@ class Traffic:
                 host_bytes=HOST_BYTES, device_bytes=device_bytes, max_overtakes=max_overtakes
             ),
             max_requests=4096,
+            guesses=guesses,
         )  # fmt: skip
         self.core = EngineCore(runner, self.backend, limits)
         self.added: dict[RequestId, float] = {}
@@ -145,6 +149,7 @@ class Traffic:
         *,
         temperature: float = 0.0,
         constraint: CompiledConstraint | None = None,
+        tenant: TenantId | None = None,
     ) -> RequestId:
         self._serial += 1
         request_id = RequestId(f"r{self._serial}")
@@ -154,7 +159,7 @@ class Traffic:
         now = self.now()
         self.core.add(
             EngineRequest(
-                request_id, tenant_of(self._serial), QosClass.STANDARD, adapter_uid, prompt, max_tokens,
+                request_id, tenant or tenant_of(self._serial), QosClass.STANDARD, adapter_uid, prompt, max_tokens,
                 sampling, constraint=constraint,
             ),
             now,
@@ -260,6 +265,27 @@ def run_zipf(traffic: Traffic, emit: Callable[..., None]) -> None:
             "ttft_p99_ratio": found["ttft_p99_s"] / base["ttft_p99_s"],
         }
         emit(case=f"zipf-1000/{name}", **found, **ratios)
+
+
+def run_arrivals(traffic: Traffic, guesses: bool, emit: Callable[..., None], *, per_second: float = 60.0) -> None:
+    drawn = zipf(2000, ADAPTERS, seed=1)
+    uids = traffic.store.make(drawn)
+    traffic.run(uids[:8], 128, 8)  # warms up what is left
+    rng, at, arrivals = random.Random(2), traffic.now(), []
+    for index, uid in zip(drawn, uids, strict=True):
+        at += rng.expovariate(per_second)
+        arrivals.append((at, index, uid))
+    arrivals.reverse()
+    late: dict[RequestId, float] = {}
+    while arrivals or traffic.core.has_work():
+        while arrivals and arrivals[-1][0] <= traffic.now():
+            due, index, uid = arrivals.pop()
+            late[traffic.add(128, 32, uid, tenant=tenant_of(index))] = due
+        if not traffic.turn():
+            time.sleep(0.0005)
+    waits = sorted(1e3 * (traffic.first[request_id] - due) for request_id, due in late.items())
+    found = {f"ttft_p{part}_ms": waits[len(waits) * part // 100] for part in (50, 95, 99)}
+    emit(case="arrivals", guesses=guesses, requests=len(waits), adapters=len(set(drawn)), **found)
 
 
 def step_times(traffic: Traffic, seconds: float, beside: Iterator[None] | None = None) -> list[float]:

@@ -222,6 +222,7 @@ class FakeWorker:
             sequence_slots=8,
             max_lora_rank=64,
             eos_token_ids=(EOS,),
+            merge_problem="",
             device_adapter_bytes=ADAPTER_BYTES,
         )
 

@@ -108,3 +108,23 @@ def test_the_scheduler_is_told_of_both_versions_and_of_a_rollout_without_request
         await until(lambda: not cluster.app.directory.trials)
 
     simulate(test)
+
+
+def test_times_on_workers_of_its_own_are_not_compared_with_those_on_everybodys() -> None:
+    """The version in force has merged workers, which take nobody else's requests; the version that is tried has not."""
+
+    async def test(cluster: RouterCluster) -> None:
+        await add_two(cluster)
+        for worker in cluster.workers:
+            worker.script = say("hello")
+        await call(cluster, "ApplyTenant", policy_yaml="tenant_id: acme\nadapters: {dedicated: {lower: 1}}\n")
+        await call(cluster, "RolloutAdapter", **NAME, to=2, auto={"steps": [50], "min_requests": 9})
+        await until(lambda: bool(cluster.scheduler.trials))
+        for _ in range(12):
+            await cluster.ask(text_request(), x_adapter_id="lower")
+        await until(lambda: sum(each.requests for each in told(cluster)) >= 12)
+        for counts in told(cluster):
+            assert counts.completed > 0, "errors, ends and scores are"
+            assert (counts.cold, counts.warm, counts.token) == ({}, {}, {})
+
+    simulate(test)

@@ -24,6 +24,7 @@ class Outcome:
     ttft_ms: float | None = None  # without the wait for its adapter's load
     is_warm: bool = False  # some of its prompt was cached
     tpot_ms: float | None = None
+    is_apart: bool = False  # the version in force has workers of its own: times of the two are not compared
 
 
 class Trials:
@@ -45,6 +46,8 @@ class Trials:
             return
         counts.completed += 1
         counts.cut += outcome.is_cut
+        if outcome.is_apart:
+            return
         if outcome.ttft_ms is not None:
             _count(counts.warm if outcome.is_warm else counts.cold, bucket_of(outcome.ttft_ms))
         if outcome.tpot_ms is not None:

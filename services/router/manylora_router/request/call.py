@@ -390,12 +390,14 @@ class Call:
         if fault in (Fault.ADAPTER, Fault.INTERNAL) or isinstance(error, CircuitOpen):
             outcome = Outcome(has_failed=True)
         elif execution is not None and fault is Fault.NONE:
+            policy = calls.directory.policy_of(tenant)
             outcome = Outcome(
                 has_failed=False,
                 is_cut=execution.is_cut,
                 ttft_ms=max(0.0, execution.ttft_ms - execution.adapter_wait_ms) if execution.ttft_ms else None,
                 is_warm=execution.cached_prompt_tokens > 0,
                 tpot_ms=execution.tpot_ms,
+                is_apart=policy is not None and adapter.parts[0].name in policy.dedicated,
             )
         if outcome is not None:
             calls.trials.ended(tenant, adapter, outcome)
