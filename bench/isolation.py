@@ -213,6 +213,7 @@ async def bench_cluster(order: str, arguments: argparse.Namespace) -> AsyncItera
         f"--max-batch-tokens={arguments.max_batch_tokens}",
         f"--prefill-chunk-tokens={arguments.max_batch_tokens // 2}",
         f"--target-step-ms={arguments.target_step_ms}",
+        f"--interactive-step-ms={arguments.interactive_step_ms}",
         f"--num-blocks={arguments.num_blocks}",
         f"--device-adapter-mb={ADAPTERS_ON_DEVICE * arguments.adapter_bytes / (1 << 20)}",
         f"--host-adapter-mb={ADAPTERS_ON_HOST * arguments.adapter_bytes / (1 << 20)}",
@@ -284,6 +285,7 @@ def report(name: str, cases: dict[str, Case], arguments: argparse.Namespace) -> 
         "slots": arguments.slots,
         "max_batch_tokens": arguments.max_batch_tokens,
         "target_step_ms": arguments.target_step_ms,
+        "interactive_step_ms": arguments.interactive_step_ms,
         "num_blocks": arguments.num_blocks,
         "victim_reserve_mb": arguments.victim_reserve_mb,
     }
@@ -392,6 +394,9 @@ def parse() -> argparse.Namespace:
         help="what a step should take; 0: any time; without it 8 for the torch engine on the CPU, else 25",
     )
     parser.add_argument(
+        "--interactive-step-ms", type=float, help="the same with interactive requests; without it as above"
+    )
+    parser.add_argument(
         "--num-blocks", type=int, default=0, help="KV blocks of 16 tokens; 0: the longest request fits in every slot"
     )
     parser.add_argument(
@@ -416,6 +421,8 @@ def parse() -> argparse.Namespace:
         parser.error("--adapters: must be 1 to 65536")
     if arguments.target_step_ms is None:
         arguments.target_step_ms = 8.0 if (arguments.engine, arguments.device) == ("torch", "cpu") else 25.0
+    if arguments.interactive_step_ms is None:
+        arguments.interactive_step_ms = arguments.target_step_ms
     arguments.num_blocks = arguments.num_blocks or arguments.slots * LONGEST_TOKENS // 16 + 64
     if arguments.model and arguments.engine == "fake":
         parser.error("--model: the fake engine has none")

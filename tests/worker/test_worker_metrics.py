@@ -9,7 +9,7 @@ from manylora_shared.telemetry import Attribute, Metrics, Telemetry
 from manylora_sim.fake_runner import FakeAdapterBackend, FakeRunner
 from manylora_worker.adapters.cache import AdapterCacheLimits, TenantAdapters
 from manylora_worker.engine.core import EngineCore, EngineLimits
-from manylora_worker.engine.counters import Setbacks
+from manylora_worker.engine.counters import Setbacks, StepSeconds
 from manylora_worker.engine.outbox import RequestEnd
 from manylora_worker.hosting.output_stream import EndKind, StreamEnd
 from manylora_worker.hosting.view import EngineView
@@ -33,12 +33,16 @@ def test_counts_grow_by_what_is_new_and_bytes_are_of_whole_blocks() -> None:
             failed_steps=blocks_out - 1,
         )  # fmt: skip
         metrics.engine_changed()
+    view.step_times = (StepSeconds(QosClass.INTERACTIVE, 0.25), StepSeconds(QosClass.INTERACTIVE, 0.5))
+    metrics.engine_changed()
     out = frozenset({(Attribute.DIRECTION, "out")})
+    interactive = frozenset({(Attribute.QOS_CLASS, "interactive")})
     assert telemetry.recorded_metrics() == {
         (Metrics.FAILED_STEPS, frozenset()): 6,
         (Metrics.PREEMPTIONS, frozenset()): 5,
         (Metrics.KV_SWAPPED_BYTES, out): 700,
         (Metrics.KV_HOST_BYTES, frozenset()): 700,
+        (Metrics.STEP_SECONDS, interactive): 0.75,
     }
 
 

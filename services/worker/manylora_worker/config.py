@@ -78,8 +78,15 @@ class WorkerConfig(SealingSettings):
     max_batch_tokens: int = setting(512, "tokens a step; at least sequence_slots")
     prefill_chunk_tokens: int = setting(256, "prompt tokens of one sequence in a step", at_least=1)
     target_step_ms: float = setting(
-        50.0, "how long a step should take: no more prompt tokens in it than that allows; 0: any time", at_least=0
+        50.0,
+        "how long a step should take while a standard request runs or waits: no more prompt tokens in it than that "
+        "allows; 0: any time",
+        at_least=0,
     )
+    interactive_step_ms: float = setting(
+        25.0, "the same while an interactive request runs or waits; the least of those that do counts", at_least=0
+    )
+    batch_step_ms: float = setting(100.0, "the same while a batch request runs or waits", at_least=0)
 
     adapter_store: str = setting("adapters", "the cluster's adapter store: a folder, or s3://BUCKET/PREFIX")
     adapter_store_access: str = setting(

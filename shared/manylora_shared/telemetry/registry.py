@@ -39,6 +39,7 @@ OTHER = "other"  # instead of a name that is not among those that are used most
 _MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 30_000, 60_000)
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
+_STEPS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 _TOKENS = (1, 8, 32, 128, 512, 2_048, 8_192, 32_768, 131_072)
 
 
@@ -340,6 +341,16 @@ class Metrics:
         otlp="manylora.slots_used_ratio",
     )
     STEPS = Metric("engine_steps", "counter", "worker", "Forward passes", otlp="manylora.engine_steps")
+    STEP_SECONDS = Metric(
+        "engine_step_seconds",
+        "histogram",
+        "worker",
+        "A forward pass, by the highest class that ran or waited",
+        (Attribute.QOS_CLASS,),
+        "s",
+        _STEPS,
+        "manylora.engine_step_seconds",
+    )
     FAILED_STEPS = _from_otlp(
         "manylora.engine_failed_steps",
         "counter",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from manylora_shared.ids import QosClass
 from manylora_sim.fake_runner import AheadFakeRunner, FakeRunner
-from manylora_worker.engine.flights import Flights, chunk_of, part_of
+from manylora_worker.engine.flights import Begun, Flights, chunk_of, part_of
 from manylora_worker.kinds.api import RunnerLost, Sampled, StepBatch
 from manylora_worker.kinds.sequence import Sequence, SequenceStatus
 from manylora_worker.memory.block_pool import BlockWork
@@ -21,7 +22,7 @@ def scheduled(num_tokens: int = 8, *, samples: bool = True) -> Scheduled:
 
 
 def submit(flights: Flights, item: Scheduled) -> None:
-    flights.submit(StepBatch([chunk_of(item)]), [part_of(item)], BlockWork(), 1.0)
+    flights.submit(StepBatch([chunk_of(item)]), Begun([part_of(item)], BlockWork(), 1.0, QosClass.STANDARD))
 
 
 def test_one_step_at_a_time_unless_the_runner_takes_the_next() -> None:

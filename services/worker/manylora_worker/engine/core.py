@@ -21,9 +21,9 @@ from manylora_worker.adapters.loading import LOOK_AGAIN_S
 from manylora_worker.adapters.pins import Pin
 from manylora_worker.adapters.prediction import Prediction
 from manylora_worker.engine.arena_turns import Arena
-from manylora_worker.engine.counters import EngineStats, FlowTokens, Setbacks, WorkCounters, stats_of
+from manylora_worker.engine.counters import EngineStats, FlowTokens, Setbacks, StepSeconds, WorkCounters, stats_of
 from manylora_worker.engine.endings import Endings
-from manylora_worker.engine.flights import Flight, Flights, Part, chunk_of, part_of
+from manylora_worker.engine.flights import Begun, Flight, Flights, Part, chunk_of, part_of
 from manylora_worker.engine.invariants import check_adapters, check_blocks, check_queues, check_under_way
 from manylora_worker.engine.masks import Masks
 from manylora_worker.engine.merge_turns import HOLDER, Merging, Told
@@ -46,7 +46,7 @@ from manylora_worker.kinds.api import (
 from manylora_worker.kinds.flow import FlowKey
 from manylora_worker.kinds.sequence import GroupTimes, Sequence, SequenceGroup, SequenceStatus, sequence_id_of
 from manylora_worker.memory.arena import ArenaLimits, ArenaPolicy
-from manylora_worker.memory.block_pool import BlockPool, BlockWork
+from manylora_worker.memory.block_pool import BlockPool
 from manylora_worker.memory.prefix_cache import PrefixOptions
 from manylora_worker.memory.prefixes import Prefixes
 from manylora_worker.memory.swapping import Swapper
@@ -110,7 +110,7 @@ class EngineCore:
             state_blocks=state_blocks,
         )
         self._swapper = Swapper(runner.host_kv if isinstance(runner, SwapRunner) else None, self._pool, self._shares)
-        self._step_time = StepTime(limits.planner.target_step_s)
+        self._step_time = StepTime()
         self._planner = StepPlanner(
             self._pool,
             limits.planner,
@@ -128,7 +128,7 @@ class EngineCore:
         self._requests = RequestTable(shares_prompts=not state_blocks)
         self._flights = Flights(runner)
         self._fresh: list[GroupTimes] = []  # of requests whose first step this is
-        self._begun: tuple[SequenceOf[Part], BlockWork, float] | None = None  # between `begin_step` and `submit`
+        self._begun: Begun | None = None  # between `begin_step` and `submit`
         self._outbox = Outbox()
         self._endings = Endings(
             self._requests, self._planner, self._prefixes, self._adapters, self._outbox, self._request_closed
@@ -311,7 +311,7 @@ class EngineCore:
                 self._fresh.append(times)
         work = self._pool.take_work()
         chunks = [chunk_of(item, is_merged=self._merging.merged is not None) for item in plan.scheduled]
-        self._begun = ([part_of(item) for item in plan.scheduled], work, now)
+        self._begun = Begun([part_of(item) for item in plan.scheduled], work, now, plan.qos_class)
         return StepBatch(chunks, copy_blocks=work.copies, clear_blocks=work.clears)
 
     def submit(self, batch: StepBatch, now: float) -> None:
@@ -320,9 +320,9 @@ class EngineCore:
         for times in self._fresh:
             times.first_built_s, times.first_rows = now, len(batch.chunks)
         self._fresh.clear()
-        (parts, work, begun_s), self._begun = self._begun, None
-        self._flights.submit(batch, parts, work, begun_s)
-        for part in parts:
+        begun, self._begun = self._begun, None
+        self._flights.submit(batch, begun)
+        for part in begun.parts:
             self._advance(part.scheduled)
 
     def wait(self) -> SequenceOf[Sampled] | Exception:
@@ -412,6 +412,9 @@ class EngineCore:
     def take_changed_flows(self) -> dict[FlowKey, FlowTokens]:
         return self._counters.take_changed_flows()
 
+    def take_step_times(self) -> SequenceOf[StepSeconds]:
+        return self._counters.take_step_times()
+
     def take_changed_setbacks(self) -> Mapping[TenantId, Setbacks]:
         return self._counters.take_changed_setbacks()
 
@@ -466,13 +469,10 @@ class EngineCore:
 
     def _measure(self, flight: Flight, now: float) -> None:
         """The device begins a step when the one before is through."""
-        num_tokens = num_prefill = 0
-        for part in flight.parts:
-            num_tokens += part.scheduled.num_tokens + len(part.scheduled.guesses)
-            num_prefill += part.num_new_tokens + part.num_recomputed_tokens
         seconds = now - max(flight.begun_s, self._step_ended_s)
-        self._swapper.costs.computed(num_prefill, num_tokens, seconds)
-        self._step_time.measured(num_prefill, seconds)
+        self._swapper.costs.computed(flight.num_prefill_tokens, flight.num_tokens, seconds)
+        self._step_time.measured(flight.num_prefill_tokens, seconds)
+        self._counters.stepped(flight.qos_class, seconds)
         self._step_ended_s = now
 
     def _adapter_ready(self, group: SequenceGroup, now: float) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
-from manylora_shared.ids import TenantId
+from manylora_shared.ids import QosClass, TenantId
 
 from manylora_worker.adapters.cache import AdapterCache
 from manylora_worker.engine.request_table import RequestTable
@@ -15,10 +17,17 @@ from manylora_worker.memory.block_pool import BlockPool
 from manylora_worker.memory.swapping import Swapper
 from manylora_worker.planning.step_planner import StepPlan, StepPlanner
 
+_MAX_STEP_TIMES = 256
+
 
 class FlowTokens(NamedTuple):
     prompt_tokens: int = 0  # computed in prefill, each further choice's one too; not again after an eviction
     output_tokens: int = 0  # drawn, stop tokens included
+
+
+class StepSeconds(NamedTuple):
+    qos_class: QosClass  # the highest of those that ran or waited
+    seconds: float
 
 
 class Setbacks(NamedTuple):
@@ -77,6 +86,7 @@ class WorkCounters:
         self.right_guesses = 0
         self._flows: dict[FlowKey, list[int]] = {}  # [prompt tokens, output tokens], both cumulative
         self._changed_flows: dict[FlowKey, None] = {}
+        self._step_times: deque[StepSeconds] = deque(maxlen=_MAX_STEP_TIMES)
         self.setbacks = Setbacks()  # of all tenants together
         self._tenants: dict[TenantId, Setbacks] = {}
         self._changed_setbacks: dict[TenantId, Setbacks] = {}
@@ -91,6 +101,15 @@ class WorkCounters:
     def guessed(self, num_guesses: int, num_right: int) -> None:
         self.guessed_tokens += num_guesses
         self.right_guesses += num_right
+
+    def stepped(self, qos_class: QosClass, seconds: float) -> None:
+        self._step_times.append(StepSeconds(qos_class, seconds))
+
+    def take_step_times(self) -> SequenceOf[StepSeconds]:
+        """Of the steps since the last call that did not fail; the newest, where nobody asked for long."""
+        found = tuple(self._step_times)
+        self._step_times.clear()
+        return found
 
     def set_back(self, tenant_id: TenantId, more: Setbacks) -> None:
         self._tenants[tenant_id] = self._changed_setbacks[tenant_id] = self._tenants.get(

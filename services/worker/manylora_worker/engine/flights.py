@@ -10,6 +10,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from manylora_shared.ids import QosClass
+
 from manylora_worker.kinds.api import (
     AheadRunner,
     AheadStep,
@@ -43,12 +45,30 @@ class Part:
         return self.scheduled.samples or self.num_scored > 0
 
 
+class Begun(NamedTuple):
+    """A step that was planned and is not submitted yet."""
+
+    parts: SequenceOf[Part]
+    work: BlockWork
+    begun_s: float
+    qos_class: QosClass  # the highest of those that ran or waited
+
+
 class Flight(NamedTuple):
     parts: SequenceOf[Part]
     work: BlockWork
-    pending: PendingStep
     begun_s: float
+    qos_class: QosClass
+    pending: PendingStep
     undrawn: AheadStep | None = None  # it draws when the masks of some of its rows are there
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(part.scheduled.num_tokens + len(part.scheduled.guesses) for part in self.parts)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(part.num_new_tokens + part.num_recomputed_tokens for part in self.parts)
 
 
 class Over:
@@ -94,7 +114,7 @@ class Flights:
         if self._losable is not None:
             self._losable.check()
 
-    def submit(self, batch: StepBatch, parts: SequenceOf[Part], work: BlockWork, begun_s: float) -> None:
+    def submit(self, batch: StepBatch, begun: Begun) -> None:
         """At once, or beside what comes next. An exception is the step's result, but for RunnerLost."""
         pending: PendingStep
         undrawn = None
@@ -103,12 +123,12 @@ class Flights:
                 pending = Over(self._runner.execute(batch))
             else:
                 pending = ahead = self._ahead.submit(batch)
-                undrawn = ahead if any(part.mask_follows for part in parts) else None
+                undrawn = ahead if any(part.mask_follows for part in begun.parts) else None
         except RunnerLost:
             raise
         except Exception as error:  # whatever it is, it ends the batch's requests (EngineCore.end_step)
             pending = Over(error)
-        self._flights.append(Flight(parts, work, pending, begun_s, undrawn))
+        self._flights.append(Flight(*begun, pending, undrawn))
 
     @property
     def undrawn(self) -> Flight | None:

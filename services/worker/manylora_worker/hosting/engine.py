@@ -16,6 +16,7 @@ from manylora_worker.kinds.api import state_blocks_of
 from manylora_worker.memory.prefix_cache import SECRET_BYTES, PrefixKeys, PrefixOptions
 from manylora_worker.models.parts import EngineParts, ModelInfo
 from manylora_worker.planning.step_planner import PlannerLimits
+from manylora_worker.planning.step_targets import StepTargets
 
 _LOG = logging.getLogger(__name__)
 
@@ -59,7 +60,11 @@ def engine_limits(config: WorkerConfig) -> EngineLimits:
             max_batch_tokens=config.max_batch_tokens,
             prefill_chunk_tokens=config.prefill_chunk_tokens,
             sequence_slots=config.sequence_slots,
-            target_step_s=config.target_step_ms / 1e3 or None,
+            targets=StepTargets(
+                interactive=config.interactive_step_ms / 1e3 or None,
+                standard=config.target_step_ms / 1e3 or None,
+                batch=config.batch_step_ms / 1e3 or None,
+            ),
         ),
         adapters=AdapterCacheLimits(
             host_bytes=config.host_adapter_bytes,

@@ -70,6 +70,7 @@ class EngineLoop:
                 adapters=core.adapter_tiers() if adapters_changed else None,
                 tenant_adapters=core.tenant_adapters() if tenants_changed else None,
                 slots=core.flow_slots() if slots_changed else None,
+                step_times=core.take_step_times(),
             )
         )
 

@@ -15,7 +15,7 @@ from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
 from manylora_worker.adapters.cache import TenantAdapters
 from manylora_worker.engine.core import EngineCore
-from manylora_worker.engine.counters import EngineStats, FlowTokens, Setbacks
+from manylora_worker.engine.counters import EngineStats, FlowTokens, Setbacks, StepSeconds
 from manylora_worker.engine.outbox import RequestEnd
 from manylora_worker.hosting.output_stream import PAUSE_UNREAD_TOKENS, EndKind, OutputStream, StreamEnd
 from manylora_worker.kinds.api import AdapterTier, EngineRequest, FinishReason, TokenOutput
@@ -61,6 +61,7 @@ class EnginePost(NamedTuple):
     adapters: Mapping[AdapterUid, AdapterTier] | None
     tenant_adapters: Mapping[TenantId, TenantAdapters] | None
     slots: Mapping[FlowKey, FlowSlots] | None
+    step_times: Sequence[StepSeconds] = ()
 
 
 class FlowLoad(NamedTuple):
@@ -89,6 +90,7 @@ class EngineView:
         self.adapters: Mapping[AdapterUid, AdapterTier] = {}
         self.tenant_adapters: Mapping[TenantId, TenantAdapters] = {}
         self.flows: dict[FlowKey, FlowTokens] = {}
+        self.step_times: Sequence[StepSeconds] = ()  # of the last post
         self.setbacks: dict[TenantId, Setbacks] = {}  # whose counts grew last stands last
         self.kv_blocks: Mapping[TenantId, int] = {}
         self.running: dict[RequestId, OutputStream] = {}  # until the engine has let go of all that they held
@@ -175,6 +177,7 @@ class EngineView:
                 if stream.is_full and not stream.is_paused:
                     self._pause(stream)
         self.stats = post.stats
+        self.step_times = post.step_times
         self.flows.update(post.flows)
         for tenant_id, setbacks in post.setbacks.items():
             self.setbacks.pop(tenant_id, None)

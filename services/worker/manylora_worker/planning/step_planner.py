@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from manylora_shared.fairness.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, QUANTUM_TOKENS
 from manylora_shared.fairness.seam import Fairness, Pick
-from manylora_shared.ids import TenantId
+from manylora_shared.ids import QosClass, TenantId
 
 from manylora_worker.kinds.flow import FlowKey
 from manylora_worker.kinds.sequence import Sequence, SequenceStatus
@@ -28,6 +28,7 @@ from manylora_worker.planning.quantum_cuts import QuantumCuts
 from manylora_worker.planning.reclaim import Reclaim, Room, least_recent
 from manylora_worker.planning.slots import Scheduled, Slots, Unit
 from manylora_worker.planning.staggering import Staggering
+from manylora_worker.planning.step_targets import NO_TARGETS, StepTargets
 from manylora_worker.planning.step_time import LEAST_CHUNK_TOKENS, StepTime
 from manylora_worker.planning.unit_queue import UnitQueue
 
@@ -37,19 +38,18 @@ class PlannerLimits:
     max_batch_tokens: int  # a step; at least `sequence_slots`, so that every running sequence can decode in every step
     prefill_chunk_tokens: int  # of one sequence in one step
     sequence_slots: int  # sequences that run at the same time
-    target_step_s: float | None = None  # for a step with prompts; None: any time
+    targets: StepTargets = NO_TARGETS  # for a step with prompts
 
     def __post_init__(self) -> None:
         if self.sequence_slots < 1 or self.prefill_chunk_tokens < 1:
             raise ValueError("sequence_slots and prefill_chunk_tokens must be at least 1")
-        if self.target_step_s is not None and self.target_step_s <= 0:
-            raise ValueError(f"target_step_s ({self.target_step_s}) must be greater than 0")
         if self.max_batch_tokens < self.sequence_slots:
             raise ValueError(
                 f"max_batch_tokens ({self.max_batch_tokens}) must be at least sequence_slots ({self.sequence_slots})"
             )
 
 
+_CLASSES = tuple(QosClass)  # highest first
 MOST_SPECULATING = 8  # sequences in slots: beyond, guesses only add to a batch's work
 
 
@@ -58,6 +58,7 @@ class StepPlan(NamedTuple):
     yielded: SequenceOf[Sequence]  # their unit is through, and others are before their next one
     swapped: SequenceOf[Sequence]  # their KV is on its way to the host
     evicted: SequenceOf[Sequence]  # they lost their blocks; one that came in between, more than once
+    qos_class: QosClass  # the highest of those that run or wait
 
 
 class FlowSlots(NamedTuple):
@@ -167,7 +168,8 @@ class StepPlanner:
         ended = self._end_units()
         parking.count_ready_decodes()
         budget = self._limits.max_batch_tokens - len(self._slots)
-        self._round = _Round(budget, self._step_time.max_prompt_tokens())
+        classes = self._classes()
+        self._round = _Round(budget, self._step_time.max_prompt_tokens(self._limits.targets.among(classes)))
         self._reclaim.begin_plan()
         self._late_claims = {s: None for s in self._late_claims if s.is_out and not s.is_finished}
         self._trim_to_caps()
@@ -197,7 +199,12 @@ class StepPlanner:
                 unit.tokens_left = 0
                 chunks.append(unit.chunk)
         yielded = [sequence for sequence in ended if sequence.item is not None]
-        return StepPlan(scheduled + chunks, yielded, parking.swapped, parking.evicted)
+        highest = min(classes, key=_CLASSES.index, default=QosClass.BATCH)
+        return StepPlan(scheduled + chunks, yielded, parking.swapped, parking.evicted, highest)
+
+    def _classes(self) -> set[QosClass]:
+        """Of those that run or wait."""
+        return {flow[1] for flow in self._slots.by_flow} | {s.flow[1] for s in self._queue.sequences}
 
     def _guesses(self, unit: Unit) -> SequenceOf[int] | None:
         """None: it is not computed in this step. A quantum counts the guesses, right or wrong: they are computed."""

@@ -14,10 +14,7 @@ LEAST_CHUNK_TOKENS = 64
 
 
 class StepTime:
-    """target_s: of a step, at most; None: any time."""
-
-    def __init__(self, target_s: float | None) -> None:
-        self._target_s = target_s
+    def __init__(self) -> None:
         self._decode = Average()  # of a step without prompts
         self._token = Average()  # what a prompt token adds
 
@@ -31,11 +28,11 @@ class StepTime:
             self._decode.doubt()
         self._token.take(max(0.0, seconds - self._decode.seconds) / num_prompt_tokens)
 
-    def max_prompt_tokens(self) -> int | None:
-        """None: any number."""
-        if self._target_s is None or not self._token.seconds:
+    def max_prompt_tokens(self, target_s: float | None) -> int | None:
+        """Of a step that should take so long at most; None: any number."""
+        if target_s is None or not self._token.seconds:
             return None
-        return max(LEAST_PROMPT_TOKENS, int((self._target_s - self._decode.seconds) / self._token.seconds))
+        return max(LEAST_PROMPT_TOKENS, int((target_s - self._decode.seconds) / self._token.seconds))
 
 
 class Average:

@@ -60,6 +60,8 @@ class EngineMetrics:
         ):
             if amount:
                 count(name, amount, attributes)
+        for qos_class, seconds in self._view.step_times:
+            self._telemetry.histogram(Metrics.STEP_SECONDS, seconds, {Attribute.QOS_CLASS: qos_class.value})
         if now.host_blocks_free != before.host_blocks_free:
             used = (now.host_blocks_total - now.host_blocks_free) * self._block_bytes
             self._telemetry.gauge(Metrics.KV_HOST_BYTES, used)

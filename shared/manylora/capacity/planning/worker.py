@@ -64,7 +64,7 @@ class Worker:
         self.loads = self.file_loads = self.evictions = self.peak_kv = self.steps = 0
         self.busy_s = self.row_s = 0.0
         self.step_s = 0.0  # since when the step runs
-        self._step_time = StepTime(settings.target_step_ms / 1e3)
+        self._step_time = StepTime()
         self._staggering = Staggering(settings.slots, QUANTUM_TOKENS)
         self._rows = self._kv = self._held = self._sum_ranks = self._order = 0
         self._ends: list[tuple[int, int, Running]] = []
@@ -243,7 +243,7 @@ class Worker:
         """The slots, in the order of coming, but for prompts that the step has no tokens left for."""
         free = self.settings.slots - self._rows
         budget = self.settings.max_batch_tokens - self._rows
-        most = self._step_time.max_prompt_tokens()
+        most = self._step_time.max_prompt_tokens(self.settings.target_step_ms / 1e3)
         prompt_budget = budget if most is None else min(budget, most)
         num_ended = 0
         skipped: list[Running] = []
