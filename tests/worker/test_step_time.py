@@ -47,6 +47,15 @@ def test_a_device_that_is_fast_enough_is_not_held_up() -> None:
     assert settled(StepTime(), target_s=1.0) == 512
 
 
+def test_a_step_is_expected_to_take_what_such_steps_took() -> None:
+    time = StepTime()
+    assert time.expected(0) == time.expected(100) == 0
+    for count in (0, 100, 300) * 20:
+        time.measured(count, seconds(count))
+    for count in (0, 50, 200):
+        assert time.expected(count) == pytest.approx(seconds(count), rel=0.05)
+
+
 def test_without_a_target_any_number_goes() -> None:
     time = StepTime()
     time.measured(512, 100.0)

@@ -35,6 +35,19 @@ def test_one_step_at_a_time_unless_the_runner_takes_the_next() -> None:
         assert not flights.must_wait
 
 
+def test_one_under_way_is_alone_where_another_may_be_begun_beside_it() -> None:
+    flights = Flights(AheadFakeRunner(num_blocks=4, block_size=4))
+    assert flights.alone is None
+    submit(flights, scheduled(5))
+    assert flights.alone is not None
+    assert flights.alone.num_prefill_tokens == 5
+    submit(flights, scheduled())
+    assert flights.alone is None
+    one_at_a_time = Flights(FakeRunner(num_blocks=4, block_size=4))
+    submit(one_at_a_time, scheduled())
+    assert one_at_a_time.alone is None
+
+
 def test_a_step_that_the_runner_refuses_has_its_error_as_its_result() -> None:
     flights = Flights(FakeRunner(num_blocks=1, block_size=4))
     assert not flights.is_over

@@ -365,9 +365,8 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Some request is not paused, or adapters or KV are on their way."""
-        adapters_work = self._merging.moves_adapters and self._adapters.has_work
-        is_moving = adapters_work or self._merging.is_changing or self._swapper.num_copying > 0
-        return self._requests.num_active > 0 or is_moving
+        is_loading = self._merging.moves_adapters and self._adapters.has_work
+        return is_loading or self._merging.is_changing or self._swapper.num_copying + self._requests.num_active > 0
 
     def rest_s(self) -> float | None:
         """Where no step could begin; None: until a command or a load's end."""
@@ -379,6 +378,13 @@ class EngineCore:
         # all that there is to wait for.
         is_settled = self._adapters.is_settled and not self._swapper.num_copying and not self._masks.has_work
         return LOOK_AGAIN_S if is_settled else _POLL_S
+
+    def next_step_s(self) -> float | None:
+        """When the device should be ready for another step, as steps took so far; None: it is."""
+        flight = self._flights.alone
+        if flight is None:
+            return None
+        return max(flight.begun_s, self._step_ended_s) + self._step_time.expected(flight.num_prefill_tokens)
 
     def request_ids(self) -> list[RequestId]:
         """Oldest first."""
@@ -398,13 +404,7 @@ class EngineCore:
         return self._tenant_adapters[1]
 
     def flow_slots(self) -> Mapping[FlowKey, FlowSlots]:
-        """Of flows with a slot, or kept from one: capped or loading."""
-        slots = self._planner.flow_slots()
-        for group in self._requests.loading:
-            flow = (group.request.tenant_id, group.request.qos_class)
-            known = slots.get(flow, FlowSlots())
-            slots[flow] = known._replace(num_loading=known.num_loading + group.num_unfinished)
-        return slots
+        return self._planner.flow_slots(self._requests.loading)
 
     def flows(self) -> Mapping[FlowKey, FlowTokens]:
         return self._counters.flows()

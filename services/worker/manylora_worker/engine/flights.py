@@ -109,6 +109,11 @@ class Flights:
         """The oldest needs no wait."""
         return bool(self._flights) and isinstance(self._flights[0].pending, Over)
 
+    @property
+    def alone(self) -> Flight | None:
+        """The one under way, where another may be begun beside it."""
+        return self._flights[0] if self.run_ahead and len(self._flights) == 1 and not self.is_over else None
+
     def check(self) -> None:
         """Raises RunnerLost."""
         if self._losable is not None:

@@ -13,6 +13,8 @@ from manylora_worker.kinds.api import StepBatch
 _LOG = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3  # one after the other
+_SLACK_S = 1e-3  # by so much before it has to be, a step is begun
+_LEAD_LEFT = 0.95  # of the longest beginning, a step later
 
 
 class EngineLoop:
@@ -22,12 +24,22 @@ class EngineLoop:
         self._post = post
         self._failed_in_a_row = 0
         self._last_stats: EngineStats | None = None
+        self._lead_s = 0.0  # what the beginning of a step took lately, at most, the thread's waking included
+        self._due_s = 0.0  # when the next one should begin
+
+    def rest_s(self) -> float:
+        """How long the next step may be put off without the device waiting for it. Who comes by then is in it."""
+        now = self._now()
+        ready_s = self._core.next_step_s()
+        self._due_s = now if ready_s is None else max(now, ready_s - self._lead_s - _SLACK_S)
+        return self._due_s - now
 
     def begin(self, commands: Iterable[Command]) -> StepBatch | None:
         self._do(commands)
         batch = self._core.begin_step(self._now())
         if batch is not None:
             self._core.submit(batch, self._now())
+            self._lead_s = max(_LEAD_LEFT * self._lead_s, self._now() - self._due_s)
         return batch
 
     def end(self) -> None:

@@ -160,6 +160,12 @@ class Mailbox:
             self._condition.wait_for(self._has_anything, timeout_s)
             self._is_asleep = False
 
+    def rest(self, timeout_s: float) -> None:
+        """Whatever comes, but for the end."""
+        if timeout_s > 0:
+            with self._condition:
+                self._condition.wait_for(lambda: self._is_stopping, timeout_s)
+
     def progress(self) -> Progress:
         with self._condition:
             return Progress(self._turns, self._is_asleep and not self._has_anything())
@@ -249,6 +255,7 @@ class ThreadRuntime(Runtime):
     def _turn_until_stopped(self, engine: EngineLoop) -> None:
         core, mailbox = self._core, self._mailbox
         while True:
+            mailbox.rest(engine.rest_s())
             commands, is_stopping = mailbox.take()
             if is_stopping:
                 engine.stop(commands)

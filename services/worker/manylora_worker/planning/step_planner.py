@@ -17,7 +17,7 @@ from manylora_shared.fairness.seam import Fairness, Pick
 from manylora_shared.ids import QosClass, TenantId
 
 from manylora_worker.kinds.flow import FlowKey
-from manylora_worker.kinds.sequence import Sequence, SequenceStatus
+from manylora_worker.kinds.sequence import Sequence, SequenceGroup, SequenceStatus
 from manylora_worker.memory.block_pool import BlockPool
 from manylora_worker.memory.block_tables import BlockTables
 from manylora_worker.memory.prefixes import Prefixes
@@ -124,9 +124,15 @@ class StepPlanner:
         """Grows with each change of `flow_slots`."""
         return self._slots.version + self._queue.capped_version
 
-    def flow_slots(self) -> dict[FlowKey, FlowSlots]:
+    def flow_slots(self, loading: Iterable[SequenceGroup]) -> dict[FlowKey, FlowSlots]:
+        """Of flows with a slot, or kept from one: capped or loading."""
         slots, capped = self._slots.by_flow, self._queue.capped
-        return {flow: FlowSlots(slots.get(flow, 0), flow in capped) for flow in dict.fromkeys((*slots, *capped))}
+        found = {flow: FlowSlots(slots.get(flow, 0), flow in capped) for flow in dict.fromkeys((*slots, *capped))}
+        for group in loading:
+            flow = (group.request.tenant_id, group.request.qos_class)
+            known = found.get(flow, FlowSlots())
+            found[flow] = known._replace(num_loading=known.num_loading + group.num_unfinished)
+        return found
 
     def shares_changed(self, tenant_id: TenantId) -> None:
         self._queue.shares_changed(tenant_id)

@@ -28,6 +28,10 @@ class StepTime:
             self._decode.doubt()
         self._token.take(max(0.0, seconds - self._decode.seconds) / num_prompt_tokens)
 
+    def expected(self, num_prompt_tokens: int) -> float:
+        """Seconds of such a step; 0 while none was seen."""
+        return self._decode.seconds + num_prompt_tokens * self._token.seconds
+
     def max_prompt_tokens(self, target_s: float | None) -> int | None:
         """Of a step that should take so long at most; None: any number."""
         if target_s is None or not self._token.seconds:
