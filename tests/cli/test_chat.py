@@ -18,13 +18,15 @@ async def test_each_turn_brings_the_talk_so_far(manylora: Manylora, router: Fake
     router.has_chat_template = True
     out = await manylora(
         *("chat", "--tenant", "acme", "--adapter", "upper", "--system", "Be loud.", "--temperature", "0.5"),
+        *("--user", "u-1"),
         stdin="hello you\n\nand now\n",
     )
     assert (out.exit_code, out.stdout, out.stderr) == (0, "HELLO YOU\nAND NOW\n", "")
     first = [("system", "Be loud."), ("user", "hello you")]
     assert router.chats == [first, [*first, ("assistant", "HELLO YOU"), ("user", "and now")]]
     assert [request.sampling.temperature for request in router.requests] == [0.5, 0.5]
-    assert {metadata["x-adapter-id"] for metadata in router.metadata} == {"upper"}
+    assert {(metadata["x-adapter-id"], metadata["x-user-id"]) for metadata in router.metadata} == {("upper", "u-1")}
+    assert len({metadata["x-conversation-id"] for metadata in router.metadata}) == 1, "a rollout keeps its version"
 
 
 async def test_commands_change_the_talk(manylora: Manylora, router: FakeRouter) -> None:
@@ -35,6 +37,7 @@ async def test_commands_change_the_talk(manylora: Manylora, router: FakeRouter) 
     assert out.stderr.startswith("there is no /nonsense\n/new ")
     assert router.chats == [[("user", "one")], [("user", "two")], [("system", "Be brief."), ("user", "three")]]
     assert [metadata.get("x-adapter-id") for metadata in router.metadata] == [None, None, "other"]
+    assert len({metadata["x-conversation-id"] for metadata in router.metadata}) == 3, "each begins anew"
 
 
 async def test_a_turn_that_fails_is_taken_back(manylora: Manylora, router: FakeRouter) -> None:

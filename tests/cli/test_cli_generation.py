@@ -10,7 +10,7 @@ async def test_generate_streams_text_and_sends_what_was_asked(manylora: Manylora
     out = await manylora(
         *("generate", "--tenant", "acme", "--adapter", "upper+lower:0.5", "--class", "batch", "--max-tokens", "9"),
         *("--temperature", "0.5", "--seed", "12", "--stop", "a", "--stop", "b c"),
-        *("--priority", "-7", "--timeout", "60", "one two"),
+        *("--priority", "-7", "--timeout", "60", "--user", "u-1", "--conversation", "c-2", "one two"),
     )
     assert (out.exit_code, out.stdout, out.stderr) == (0, "ONE TWO\n", "")
     request, metadata = router.requests[0], router.metadata[0]
@@ -23,6 +23,8 @@ async def test_generate_streams_text_and_sends_what_was_asked(manylora: Manylora
         "x-adapter-id": "upper+lower:0.5",
         "x-request-class": "batch",
         "x-priority": "-7",
+        "x-user-id": "u-1",
+        "x-conversation-id": "c-2",
     }
     (left_s,) = router.times_left_s
     assert left_s is not None

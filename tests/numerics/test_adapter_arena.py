@@ -39,10 +39,10 @@ def _none_scales(scaling: RopeScaling) -> tuple[torch.Tensor, float]:
     raise AssertionError(scaling)
 
 
-def hand_over(times: int, seed: int) -> int:
+def hand_over(times: int, seed: int, device: str = "cpu") -> int:
     """Returns how many adapters took the place of others."""
     rng = random.Random(seed)
-    flat = torch.full((NUM_BLOCKS * BLOCK,), OF_KV)
+    flat = torch.full((NUM_BLOCKS * BLOCK,), OF_KV, device=device)
     by_block = flat.view(NUM_BLOCKS, BLOCK)
     arena = AdapterArena(
         flat, BLOCK, range(NUM_BLOCKS), num_slots=NUM_BLOCKS, num_composed=1, num_sites=1, max_rank=2 * CHUNK_RANKS,
@@ -86,6 +86,11 @@ def hand_over(times: int, seed: int) -> int:
 
 def test_nothing_of_another_tenant_stays_in_an_adapters_blocks() -> None:
     assert hand_over(10_000, seed=1) == 10_000
+
+
+@pytest.mark.gpu
+def test_nothing_of_another_tenant_stays_on_the_device() -> None:
+    assert hand_over(10_000, seed=3, device="cuda") == 10_000
 
 
 @pytest.mark.slow

@@ -67,6 +67,15 @@ Composed = Annotated[str, typer.Option(help="NAME[@VERSION], or several: a+b:0.5
 Model = Annotated[
     str, typer.Option(help="A base model's name, or a pool's; default: the adapter's, or the policy's first.")
 ]
+User = Annotated[str, typer.Option(help="The end user, who keeps an adapter's version while a rollout goes on.")]
+Conversation = Annotated[str, typer.Option(help="The conversation: the same.")]
+Priority = Annotated[
+    int | None, typer.Option(min=-100, max=100, help="Among the tenant's own requests; higher is sooner.")
+]
+TemplateKwarg = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=JSON", help="A variable of the chat template; may be repeated."),
+]
 RequestClass = Annotated[ServiceClass | None, typer.Option("--class", help="Service class; default: the router's.")]
 
 
@@ -122,9 +131,9 @@ def generate(
     adapter: Composed = "",
     model: Model = "",
     qos_class: RequestClass = None,
-    priority: Annotated[
-        int | None, typer.Option(min=-100, max=100, help="Among the tenant's own requests; higher is sooner.")
-    ] = None,
+    priority: Priority = None,
+    user: User = "",
+    conversation: Conversation = "",
     timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="The deadline; default: none.")] = None,
     token_ids: Annotated[
         str | None, typer.Option(metavar="1,2,3", help="The prompt as token ids instead of text.")
@@ -137,10 +146,7 @@ def generate(
         str | None,
         typer.Option(help="The answer's beginning: the model goes on from there, and what it adds is shown."),
     ] = None,
-    template_kwarg: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=JSON", help="A variable of the chat template; may be repeated."),
-    ] = None,
+    template_kwarg: TemplateKwarg = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Send the prompt as it is, and not by the model's chat template.")
     ] = False,
@@ -174,6 +180,8 @@ def generate(
             model=model,
             qos_class=qos_class.value if qos_class else "",
             priority=priority,
+            user=user,
+            conversation=conversation,
             timeout_s=timeout,
             max_tokens=max_tokens,
             sampling=sampling,
@@ -199,14 +207,12 @@ def chat(
     tenant: Annotated[str, typer.Option(help="The tenant; a key that is bound to one needs no other.")] = "",
     adapter: Composed = "",
     model: Model = "",
+    user: User = "",
     qos_class: RequestClass = None,
     system: Annotated[str | None, typer.Option(help="The system's message.")] = None,
     max_tokens: Annotated[int, typer.Option(min=0, max=MAX_TOKEN_ID, help="0: the router's default.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")] = None,
-    template_kwarg: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=JSON", help="A variable of the chat template; may be repeated."),
-    ] = None,
+    template_kwarg: TemplateKwarg = None,
     *,
     sampling: Sampling,
     server: Server = DEFAULT_SERVER,
@@ -221,6 +227,7 @@ def chat(
         chat.Talk(system, adapter),
         tenant=tenant,
         model=model,
+        user=user,
         qos_class=qos_class.value if qos_class else "",
         max_tokens=max_tokens,
         sampling=sampling,

@@ -16,10 +16,12 @@ from manylora_shared.errors import Code, RpcError
 from manylora_shared.metadata import (
     ADAPTER_KEY,
     CLASS_KEY,
+    CONVERSATION_KEY,
     IDEMPOTENCY_KEY,
     PRIORITY_KEY,
     TENANT_KEY,
     TRACEPARENT_KEY,
+    USER_KEY,
 )
 from manylora_shared.sampling import Sampling
 from manylora_shared.transport.base import Transport, methods_of
@@ -88,6 +90,8 @@ class GenerateOptions(TypedDict, total=False):
     timeout_s: float | None
     idempotency_key: str
     keep_s: int
+    user: str
+    conversation: str
     traceparent: str
 
 
@@ -289,6 +293,8 @@ class Client:
         timeout_s: float | None = None,
         idempotency_key: str = "",
         keep_s: int = 0,
+        user: str = "",
+        conversation: str = "",
         traceparent: str = "",
     ) -> GenerateStream:
         """Starts one request when the stream is first read. An answer whose router is lost goes on at another one.
@@ -305,6 +311,7 @@ class Client:
             timeout_s: of the whole request, attempts and queueing included.
             idempotency_key: another call with it joins this one, or gets its answer again.
             keep_s: the answer goes on for so long without its caller, and a `cancel` ends it no sooner; 0: it ends.
+            user, conversation: who keeps an adapter's version in a rollout; a user's kept texts can be erased.
         """
         can_go_on = self._caller.retry is not None and self._caller.retry.resume_s > 0
         request = inference_pb2.GenerateRequest(
@@ -317,9 +324,7 @@ class Client:
             n=n,
             model=model,
         )
-        if sampling is not None:
-            request.sampling.CopyFrom(common_pb2.SamplingParams(**sampling.given()))
-        _set_constraint(request, constraint)
+        _set_sampling(request, sampling, constraint)
         set_prompt(request, prompt)
         set_chat_options(
             request,
@@ -328,15 +333,10 @@ class Client:
             chat_template_kwargs=chat_template_kwargs,
         )
         metadata = _metadata(
-            tenant=tenant or self._tenant,
-            qos_class=qos_class,
-            adapter=adapter,
-            priority=priority,
-            idempotency_key=idempotency_key,
-            traceparent=traceparent,
-        )
-        hedging = self.hedging if not idempotency_key else None
-        return GenerateStream(self._caller, request, metadata, timeout_s, hedging)
+            tenant=tenant or self._tenant, qos_class=qos_class, adapter=adapter, priority=priority,
+            idempotency_key=idempotency_key, user=user, conversation=conversation, traceparent=traceparent,
+        )  # fmt: skip
+        return GenerateStream(self._caller, request, metadata, timeout_s, None if idempotency_key else self.hedging)
 
     async def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result:
         """`generate`, read to the end."""
@@ -409,7 +409,11 @@ class Client:
         await self.close()
 
 
-def _set_constraint(request: inference_pb2.GenerateRequest, constraint: Constraint | None) -> None:
+def _set_sampling(
+    request: inference_pb2.GenerateRequest, sampling: Sampling | None, constraint: Constraint | None
+) -> None:
+    if sampling is not None:
+        request.sampling.CopyFrom(common_pb2.SamplingParams(**sampling.given()))
     if constraint is not None:
         refuse(constraint.violations())
         request.constraint.CopyFrom(common_pb2.Constraint(**constraint.given()))
@@ -422,6 +426,8 @@ def _metadata(
     adapter: str = "",
     priority: int | None = None,
     idempotency_key: str = "",
+    user: str = "",
+    conversation: str = "",
     traceparent: str = "",
 ) -> dict[str, str]:
     values = {
@@ -430,6 +436,8 @@ def _metadata(
         ADAPTER_KEY: adapter,
         PRIORITY_KEY: "" if priority is None else str(priority),
         IDEMPOTENCY_KEY: idempotency_key,
+        USER_KEY: user,
+        CONVERSATION_KEY: conversation,
         TRACEPARENT_KEY: traceparent,
     }
     return printable({key: value for key, value in values.items() if value})

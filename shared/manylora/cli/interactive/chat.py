@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,11 @@ class Talk:
     system: str | None = None
     adapter: str = ""
     turns: list[dict[str, str]] = field(default_factory=list)
+    conversation: str = field(default_factory=lambda: uuid.uuid4().hex)  # which one version of an adapter answers
+
+    def begin_anew(self) -> None:
+        self.turns.clear()
+        self.conversation = uuid.uuid4().hex
 
     def messages(self) -> list[dict[str, str]]:
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -42,10 +48,10 @@ class Talk:
             case "/exit":
                 return False
             case "/new":
-                self.turns.clear()
+                self.begin_anew()
             case "/system":
                 self.system = argument or None
-                self.turns.clear()
+                self.begin_anew()
             case "/adapter":
                 self.adapter = argument
             case "/help":
@@ -90,7 +96,7 @@ def _turn(client: SyncClient, talk: Talk, text: str, options: dict[str, Any]) ->
     """Whether it was answered."""
     talk.turns.append({"role": "user", "content": text})
     answer, is_stopped = "", False
-    stream = client.generate(talk.messages(), adapter=talk.adapter, **options)
+    stream = client.generate(talk.messages(), adapter=talk.adapter, conversation=talk.conversation, **options)
 
     def stop(*_: object) -> None:
         nonlocal is_stopped
