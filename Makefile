@@ -124,9 +124,10 @@ proto: $(STAMP) ## generate the stubs from protos/
 schemas: $(STAMP) ## 500 generated schemas on a real model, at temperature 1: make schemas MODEL=folder
 	@MANYLORA_REAL_MODEL=$(MODEL) $(BIN)/python -m pytest -q -s -m slow tests/numerics/test_constrained_output.py
 
-test-clients: $(STAMP) ## other people's clients against the real model: OpenAI's, Anthropic's, litellm, langchain, pydantic-ai, lm-eval, aiperf
+test-clients: $(STAMP) ## other people's clients against the real model: OpenAI's, Anthropic's, litellm, langchain, pydantic-ai, lm-eval, aiperf, vllm bench
 	@test -x .venv-clients/bin/lm_eval || { $(PYTHON) -m venv .venv-clients && .venv-clients/bin/pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt; }
 	@test -x .venv-aiperf/bin/aiperf || { $(PYTHON) -m venv .venv-aiperf && .venv-aiperf/bin/pip install --quiet --disable-pip-version-check aiperf==0.13.0; }
+	@test -x .venv-vllm/bin/vllm || { $(BIN)/python -m venv .venv-vllm && $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo .venv-vllm/lib/python3*/site-packages)/ours.pth && .venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/clients/vllm-bench.txt; }
 	@$(BIN)/python -m pytest -q -m clients tests/clients
 
 test-console: $(STAMP) ## the console in a headless Chromium (apt install chromium): make test-console CONSOLE_SHOTS=folder

@@ -32,10 +32,11 @@ TEXTS = {name: (ROOT / name).read_text() for name in DOCUMENTS}
 API = TEXTS["docs/API.md"]
 CONFIGS: tuple[type[Any], ...] = (RouterConfig, SchedulerConfig, WorkerConfig)
 FLAGS = {"--config", *(flag_of(name) for config in CONFIGS for name in config.__dataclass_fields__)}
-OTHERS_FLAGS = {  # of docker, etcd, curl, helm, Prometheus, aiperf, and of our own scripts
+OTHERS_FLAGS = {  # of docker, etcd, curl, helm, Prometheus, aiperf, vLLM, and of our own scripts
     *("--build", "--build-arg", "--detach", "--profile", "--create-namespace", "--set", "--cacert", "--create-home"),
     *("--home-dir", "--now", "--auto-compaction-mode", "--auto-compaction-retention", "--quota-backend-bytes"),
     *("--prefix", "--keys-only", "--enable-feature", "--server-metrics", "--alive", "--price", "--help"),
+    "--lora-modules",
 }
 OTHERS_VARIABLES = {"MANYLORA_USAGE"}  # a stream of NATS
 OWN_VARIABLES = {"MANYLORA_KEY", "MANYLORA_SERVER"}  # of clients

@@ -17,6 +17,7 @@ async def test_a_port_where_nobody_answers_or_that_speaks_http_is_told_so() -> N
     told = {
         "connection refused": "nothing answers at host:1",
         "Trying to connect an http1.x server": "host:1 speaks HTTP/1.1",
+        "SSL_ERROR_SSL: error:100000f7:SSL routines:OPENSSL_internal:WRONG_VERSION_NUMBER": "host:1 speaks plain text",
     }
     for words, expected in told.items():
         error = RpcError(Code.UNAVAILABLE, words)

@@ -62,7 +62,7 @@ def test_each_form_is_read(document: dict[str, Any], constraint: Constraint | No
         ({"response_format": {"type": "json_schema"}}, "response_format.schema"),
         ({"response_format": {"type": "text", "more": 1}}, "response_format.more"),
         ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice"),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs."),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
         ({"structured_outputs": {"json": {}, "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),

@@ -60,7 +60,7 @@ async def test_an_adapter_comes_and_goes() -> None:
         ({"lora_path": "x"}, "lora_name"),
         ({"lora_name": "x"}, "lora_path"),
         ({"lora_name": "A B", "lora_path": "x"}, "lora_name"),
-        ({"lora_name": "x", "lora_path": "../x"}, "store_path"),
+        ({"lora_name": "x", "lora_path": "../x"}, "lora_path"),
         ({"lora_name": "x", "lora_path": "x", "load_inplace": True}, "load_inplace"),
     ],
 )

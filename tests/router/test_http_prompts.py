@@ -32,6 +32,7 @@ def test_messages_of_every_kind() -> None:
         ("hi", "messages[0]: must be an object"),
         ({"role": "user"}, "messages[0].content: is missing"),
         ({"role": "system", "content": None}, "messages[0].content: is missing"),
+        ({"role": "user", "content": []}, "messages[0].content: is missing"),
         ({"role": "tool", "tool_call_id": "1"}, "messages[0].content: is missing"),
         ({"content": "x"}, "messages[0].role: is missing"),
         ({"role": "user", "content": 7}, "messages[0].content: must be a string"),

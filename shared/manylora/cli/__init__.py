@@ -6,6 +6,9 @@ from __future__ import annotations
 
 
 def main() -> None:
+    from manylora_shared.process.config import set_default
+
+    set_default("GRPC_VERBOSITY", "ERROR")  # what it tells of handshakes stands in the error, too
     from manylora.cli.app import app
 
     app(prog_name="manylora")

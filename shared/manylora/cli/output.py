@@ -111,12 +111,16 @@ class Target:
         return self._connected(SyncClient, tenant)
 
     def _connected(self, kind: Callable[..., T], tenant: str) -> T:
+        from manylora_shared.transport.tls import TlsError
+
         try:
             return kind(self.server, key=self.key, tenant=tenant, tls_ca=self.tls_ca)
         except OSError as error:
             raise usage_error(f"the key of the cluster at {self.server} cannot be read: {error}") from None
-        except ValueError as error:
+        except TlsError as error:
             raise usage_error(f"--tls-ca: {error}") from None
+        except ValueError as error:
+            raise usage_error(f"--server: {error}") from None
 
 
 _trusted: str | None = None  # what --tls-ca said, before the command

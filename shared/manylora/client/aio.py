@@ -53,7 +53,7 @@ from manylora.client.messages import (
     status_from,
     tenant_from,
 )
-from manylora.client.prompts import Prompt, refuse, set_chat_options, set_prompt
+from manylora.client.prompts import Prompt, check_kind, message_of, refuse, set_chat_options, set_prompt
 from manylora.client.retry import DEFAULT_RETRY, RetryPolicy
 from manylora.client.routers import connect
 from manylora.client.streams.hedging import HedgePolicy, Hedging
@@ -313,17 +313,19 @@ class Client:
             keep_s: the answer goes on for so long without its caller, and a `cancel` ends it no sooner; 0: it ends.
             user, conversation: who keeps an adapter's version in a rollout; a user's kept texts can be erased.
         """
+        check_kind("timeout_s", timeout_s, int, float)
         can_go_on = self._caller.retry is not None and self._caller.retry.resume_s > 0
-        request = inference_pb2.GenerateRequest(
-            resumable=can_go_on and (sampling is None or sampling.prompt_logprobs is None),
-            keep_s=keep_s,
-            max_tokens=max_tokens,
-            stop=[stop] if isinstance(stop, str) else stop,
-            stop_token_ids=stop_token_ids,
-            ignore_eos=ignore_eos,
-            n=n,
-            model=model,
-        )
+        given = {
+            "resumable": can_go_on and getattr(sampling, "prompt_logprobs", None) is None,
+            "keep_s": keep_s,
+            "max_tokens": max_tokens,
+            "stop": [stop] if isinstance(stop, str) else stop,
+            "stop_token_ids": stop_token_ids,
+            "ignore_eos": ignore_eos,
+            "n": n,
+            "model": model,
+        }
+        request = message_of(inference_pb2.GenerateRequest, given)
         _set_sampling(request, sampling, constraint)
         set_prompt(request, prompt)
         set_chat_options(
@@ -412,8 +414,10 @@ class Client:
 def _set_sampling(
     request: inference_pb2.GenerateRequest, sampling: Sampling | None, constraint: Constraint | None
 ) -> None:
+    check_kind("sampling", sampling, Sampling)
+    check_kind("constraint", constraint, Constraint)
     if sampling is not None:
-        request.sampling.CopyFrom(common_pb2.SamplingParams(**sampling.given()))
+        request.sampling.CopyFrom(message_of(common_pb2.SamplingParams, sampling.given(), "sampling."))
     if constraint is not None:
         refuse(constraint.violations())
         request.constraint.CopyFrom(common_pb2.Constraint(**constraint.given()))

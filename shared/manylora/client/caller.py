@@ -24,6 +24,7 @@ from manylora.client.routers import RoutersChannel
 DEFAULT_TIMEOUT_S = 30.0  # of calls with one answer; streams have no deadline unless one is given
 REACH_S = 3.0  # for so long one of several servers is sought: a channel tries to connect once a second
 _HTTP_SERVER = "http1.x server"  # grpc's words of one
+_NO_TLS = "WRONG_VERSION_NUMBER"  # OpenSSL's words of what is no TLS
 
 
 class Caller:
@@ -135,7 +136,9 @@ class Caller:
         failed = RequestFailed.of(error, result)
         if error.label != UNREACHABLE:
             return failed
-        if _HTTP_SERVER in error.message:
+        if _NO_TLS in error.message:
+            message = f"{self._server} speaks plain text, and the client TLS: leave --tls-ca (MANYLORA_TLS_CA) out"
+        elif _HTTP_SERVER in error.message:
             message = (
                 f"{self._server} speaks HTTP/1.1: gRPC, which this client speaks, has another port (7070 by default)"
             )
@@ -191,7 +194,7 @@ def printable(sent: dict[str, str]) -> dict[str, str]:
     violations = [
         FieldViolation(key, "must be printable ASCII")
         for key, value in sent.items()
-        if not (value.isascii() and value.isprintable())
+        if not (isinstance(value, str) and value.isascii() and value.isprintable())
     ]
     refuse(violations)
     return sent

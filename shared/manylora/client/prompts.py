@@ -1,11 +1,13 @@
-"""A prompt as callers give it, checked and put into a request."""
+"""A prompt and options as callers give them, checked and put into a request; what is wrong is refused by its name."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from manylora_shared.errors import Code, FieldViolation
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from manylora_shared.errors import Code, FieldViolation, shown
 
 from manylora.client.answers import RequestFailed
 from manylora.v1 import inference_pb2
@@ -13,6 +15,15 @@ from manylora.v1 import inference_pb2
 # text, token ids, or chat messages ({"role": ..., "content": ...})
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 _MAX_TOKEN_ID = 2**32 - 1
+_WORDS = {
+    FieldDescriptor.CPPTYPE_UINT32: f"a whole number from 0 to {2**32 - 1}",
+    FieldDescriptor.CPPTYPE_UINT64: f"a whole number from 0 to {2**64 - 1}",
+    FieldDescriptor.CPPTYPE_FLOAT: "a number",
+    FieldDescriptor.CPPTYPE_BOOL: "true or false",
+    FieldDescriptor.CPPTYPE_STRING: "text",
+}
+
+M = TypeVar("M", bound=Message)
 
 
 def refuse(violations: list[FieldViolation]) -> None:
@@ -20,6 +31,55 @@ def refuse(violations: list[FieldViolation]) -> None:
     if violations:
         message = "; ".join(f"{v.field}: {v.description}" for v in violations)
         raise RequestFailed(Code.INVALID_ARGUMENT.name, message, violations=violations)
+
+
+def message_of(kind: type[M], given: Mapping[str, Any], path: str = "") -> M:
+    """Raises RequestFailed, INVALID_ARGUMENT.
+
+    Args:
+        path: before the fields' names in what is said.
+    """
+    letters = [name for name, value in given.items() if isinstance(value, str) and _is_several(kind, name)]
+    try:
+        if not letters:
+            return kind(**given)
+    except (TypeError, ValueError):
+        pass  # which of them, protobuf does not say
+    wrong = [name for name, value in given.items() if name in letters or not _fits(kind, name, value)]
+    refuse([FieldViolation(path + name, f"must be {_needs(kind, name)}, not {_told(given[name])}") for name in wrong])
+    raise AssertionError(f"every field of {kind.__name__} fits, and all of them together do not")
+
+
+def check_kind(name: str, value: object, *kinds: type) -> None:
+    """None is absent. Raises RequestFailed, INVALID_ARGUMENT."""
+    if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
+        needs = " or ".join(kind.__name__ for kind in kinds)
+        refuse([FieldViolation(name, f"must be {needs}, not {_told(value)}")])
+
+
+def _fits(kind: type[Message], name: str, value: Any) -> bool:
+    try:
+        kind(**{name: value})
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _is_several(kind: type[Message], name: str) -> bool:
+    return bool(kind.DESCRIPTOR.fields_by_name[name].is_repeated)
+
+
+def _needs(kind: type[Message], name: str) -> str:
+    field = kind.DESCRIPTOR.fields_by_name[name]
+    if not field.is_repeated:
+        return _WORDS[field.cpp_type]
+    if field.message_type is not None:
+        return "numbers by token id"
+    return f"a list of which each is {_WORDS[field.cpp_type]}"
+
+
+def _told(value: object) -> str:
+    return shown(value) if isinstance(value, str) else f"{str(value)[:64]} ({type(value).__name__})"
 
 
 def set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:

@@ -175,7 +175,7 @@ def limits_of(record: KeyRecord) -> KeyLimits | None:
 
 
 def no_key() -> Unauthenticated:
-    return Unauthenticated("this call needs a valid key, in its metadata as `authorization: Bearer <key>`")
+    return Unauthenticated("this call needs a valid key: `authorization: Bearer <key>`")
 
 
 def has_expired(record: KeyRecord, now_unix_s: float) -> bool:

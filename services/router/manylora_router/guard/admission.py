@@ -253,7 +253,7 @@ def admit_caller(
         NotFound: tenant or adapter.
     """
     if not tenant:
-        raise InvalidRequest.of(TENANT_KEY, "is missing from the request's metadata")
+        raise InvalidRequest.of(TENANT_KEY, "is missing: a key of no tenant names with it whose request this is")
     policy = policy_of(TenantId(tenant)) if is_valid_name(tenant) else None
     if policy is None:
         raise not_found_tenant(tenant)

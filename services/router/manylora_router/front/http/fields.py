@@ -42,7 +42,8 @@ class Fields:
         return {}
 
     def wrong(self, name: str, description: str) -> None:
-        self.found.append(FieldViolation(self.path + name, description))
+        """`name`: empty: of the object itself."""
+        self.found.append(FieldViolation((self.path + name).rstrip("."), description))
 
     def text(self, name: str, default: str = "") -> str:
         value = self.raw(name)

@@ -68,7 +68,7 @@ def read_messages(fields: Fields, dialect: Dialect) -> Conversation:
 
 def read_message(message: Fields, found: Conversation, kinds: Collection[str] = ("text",)) -> None:
     """`kinds`: types of parts that are texts."""
-    has_text = message.peek("content") is not None
+    has_text = message.peek("content") not in (None, [])
     role, text = _role(message), read_text(message, "content", kinds)
     if not has_text and role in ("system", "user", "tool"):
         message.wrong("content", "is missing: a text, or a list of parts")

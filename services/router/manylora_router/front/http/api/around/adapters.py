@@ -22,6 +22,8 @@ _NAMES = {
     "header.tenant_id": "x-tenant-id",
     "tenant_id": "x-tenant-id",
     "name": "lora_name",
+    "source": "lora_path",
+    "store_path": "lora_path",
 }
 
 
