@@ -303,7 +303,9 @@ class FakeRouter:
             self.store_paths[key] = header.store_path
         else:
             self.adapters[key] = files
-        return admin_pb2.AddAdapterResponse(adapter=_adapter(*key))
+        added = _adapter(*key)
+        added.number = 2 if header.name == "retrained" else 1
+        return admin_pb2.AddAdapterResponse(adapter=added)
 
     async def list_adapters(
         self, request: admin_pb2.ListAdaptersRequest, call: ServerCall

@@ -20,6 +20,10 @@ async def test_adapters(manylora: Manylora, router: FakeRouter, adapter_folder: 
     assert (out.exit_code, router.store_paths) == (0, {("acme", "stored"): "team/a"})
     out = await manylora("adapter", "add", "upper", str(adapter_folder), "--tenant", "acme")
     assert (out.exit_code, out.stderr) == (1, "ALREADY_EXISTS: adapter upper: exists\n")
+    out = await manylora("adapter", "add", "retrained", "store:team/b", "--tenant", "acme")
+    assert out.stdout.startswith("acme/retrained@2: added, ")
+    assert out.stdout.endswith("; version 1 stays in force\n")
+    router.store_paths.pop(("acme", "retrained"))
     out = await manylora("adapter", "list", "--json")
     assert [a["name"] for a in out.json["adapters"]] == ["stored", "upper"]
     out = await manylora("adapter", "list", "--tenant", "other")

@@ -17,6 +17,7 @@ async def test_a_name_is_given_replaced_and_taken(manylora: Manylora, router: Fa
     assert (await manylora("tenant", "apply", str(tmp_path / "acme.yaml"))).exit_code == 0
     out = await manylora("adapter", "compose", "both", "a+b:0.50", "--tenant", "acme")
     assert (out.exit_code, out.stdout) == (0, "both: a+b:0.5\n")
+    assert "acme has no adapter 'b': requests with both fail until it is added" in out.stderr
     policy = parse_policy(router.tenants["acme"][0])
     assert policy.compositions == {"old": "a+c", "both": "a+b:0.5"}
     assert (policy.pinned_adapters, policy.quotas.concurrency) == (("a",), 7)

@@ -341,6 +341,13 @@ def test_missing_partner(folder: Folder) -> None:
     assert folder.problems() == {FIRST_KEY: "missing: its partner is there"}
 
 
+def test_a_copy_of_the_base_models_own_layer_is_told_with_what_to_do(folder: Folder) -> None:
+    """What save_pretrained writes by itself beside LoRA on lm_head."""
+    key = "base_model.model.lm_head.base_layer.weight"
+    folder.change(lambda t: t.update({key: torch.zeros(4, 4)}))
+    assert "save_embedding_layers=False" in folder.problems()[key]
+
+
 def test_module_without_weights(folder: Folder) -> None:
     folder.change(lambda t: [t.pop(k) for k in list(t) if "layers.0.self_attn.q_proj" in k])
     assert "layers.0.self_attn.q_proj" in folder.problems()["target_modules"]

@@ -242,6 +242,8 @@ class FakeScheduler:
     def __init__(self, epoch: int = 1) -> None:
         self.epoch = epoch
         self.workers: list[tuple[str, str]] = []
+        self.dedicated = ("", "")
+        """Of each worker: its tenant and digest."""
         self.holds = False
         self.is_leaving = False
         self.lossy = False
@@ -301,7 +303,16 @@ class FakeScheduler:
                 adapters=self.adapters,
                 setbacks=self.setbacks,
             ),
-            workers=[admin_pb2.WorkerStatus(worker_id=w, connected=True, running=3) for w, _ in self.workers],
+            workers=[
+                admin_pb2.WorkerStatus(
+                    worker_id=w,
+                    connected=True,
+                    running=3,
+                    dedicated_tenant=self.dedicated[0],
+                    dedicated_version=self.dedicated[1],
+                )
+                for w, _ in self.workers
+            ],
         )
 
     async def schedule(

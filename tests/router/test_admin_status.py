@@ -12,6 +12,8 @@ from router_fakes import (
     simulate,
     until,
 )
+from test_admin_adapters import GOOD, header, upload
+from test_admin_adapters import call as admin
 from test_router_identity import call
 
 
@@ -104,5 +106,20 @@ def test_who_asks_in_the_same_moment_shares_one_look_at_the_cluster() -> None:
             assert local == 6 * moment, "once for each of those who see other things, in two ways"
             await asyncio.sleep(2 * MOMENT_S)
         assert not cluster.app._status.moments.asked
+
+    simulate(test)
+
+
+def test_a_merged_worker_is_named_by_what_the_policy_dedicates() -> None:
+    """And not by another name of the same content."""
+
+    async def test(cluster: RouterCluster) -> None:
+        for name in ("copy", "kept", "lower"):
+            digest = (await upload(cluster, header(name), *GOOD)).adapter.version
+        await admin(cluster, "ApplyTenant", policy_yaml="tenant_id: acme\nadapters: {dedicated: {kept: 1}}\n")
+        cluster.scheduler.dedicated = ("acme", digest)
+        await until(lambda: bool(cluster.app.directory.dedicating()))
+        shown = (await admin(cluster, "GetStatus")).workers
+        assert {worker.dedicated_adapter for worker in shown} == {"kept"}
 
     simulate(test)

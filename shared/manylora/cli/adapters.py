@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 import typer
 
 from manylora.cli.output import EXIT_FAILED, Target, print_json, print_table, say, stderr_console, write
-from manylora.client import AdapterInfo
+from manylora.client import AdapterInfo, Client, RequestFailed
 from manylora.client.adapter_documents import STORE_PREFIX
 from manylora.client.aio import Progress
 
@@ -24,12 +24,24 @@ async def add(target: Target, tenant: str, name: str, path: str, *, pool: str, r
         else:
             with _progress(f"{tenant}/{name}") as on_progress:
                 added = await client.adapters.add(tenant, name, path, pool=pool, rope=rope, on_progress=on_progress)
+        told = "" if as_json else await _who_gets(client, added)
     if as_json:
         print_json(added)
     else:
         full_name = f"{added.tenant_id}/{added.name}@{added.number}"
         context = f", contexts of {added.max_context_tokens} tokens" if added.max_context_tokens else ""
-        write(f"{full_name}: added, digest {added.version}, rank {added.max_lora_rank}{context}\n")
+        write(f"{full_name}: added, digest {added.version}, rank {added.max_lora_rank}{context}{told}\n")
+
+
+async def _who_gets(client: Client, added: AdapterInfo) -> str:
+    """Of a further version: requests that name none get another."""
+    if added.number == 1:
+        return ""
+    try:
+        in_force = (await client.adapters.history(added.tenant_id, added.name)).in_force
+    except RequestFailed:  # a key may add and not look; it is added all the same
+        return ""
+    return f"; version {in_force} stays in force" if in_force != added.number else ""
 
 
 async def list_all(target: Target, tenant: str, *, as_json: bool) -> None:

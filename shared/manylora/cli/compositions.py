@@ -9,7 +9,7 @@ from manylora_shared.errors import InvalidRequest
 from manylora_shared.ids import AdapterName, name_problem
 from manylora_shared.tenancy.policy import parse_policy
 
-from manylora.cli.output import Target, print_json, usage_error, write
+from manylora.cli.output import Target, print_json, say, usage_error, write
 
 
 async def compose(target: Target, tenant: str, name: str, parts: str, *, as_json: bool) -> None:
@@ -31,7 +31,11 @@ async def compose(target: Target, tenant: str, name: str, parts: str, *, as_json
         if written:
             compositions[AdapterName(name)] = written
         changed = replace(policy, compositions=compositions)
+        known = {each.name for each in await client.adapters.list(tenant)} if written else set()
         _, version = await client.tenants.apply(changed.to_yaml(), expected_version=info.version)
+        for part in parse_reference(parts) if written else ():
+            if part.name not in known:
+                say(f"{tenant} has no adapter {part.name!r}: requests with {name} fail until it is added")
     if as_json:
         print_json({"tenant_id": tenant, "name": name, "parts": written, "policy_version": version})
     else:

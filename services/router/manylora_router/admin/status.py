@@ -114,11 +114,15 @@ class ClusterStatus:
         return found
 
     def _name_of(self, tenant_id: str, digest: str) -> str:
-        """Empty: none of the tenant's adapters has this version any more."""
-        for record in self._directory.adapters_of(tenant_id):
-            if any(each.uid == digest for each in record.line.served):
-                return record.name
-        return ""
+        """Of several with the same content, one that the policy dedicates, then one that has it in force; or empty."""
+        policy = self._directory.policy_of(TenantId(tenant_id))
+        dedicated = policy.dedicated if policy is not None else {}
+        having = [
+            (record.name in dedicated, record.line.in_force.uid == digest, record.name)
+            for record in self._directory.adapters_of(tenant_id)
+            if any(each.uid == digest for each in record.line.served)
+        ]
+        return max(having, key=lambda each: each[:2])[2] if having else ""
 
     def _name_pools(self, pools: Iterable[admin_pb2.PoolStatus]) -> None:
         for pool in pools:

@@ -56,9 +56,19 @@ _WHOLE = (
     "its other weights, and norms of its own no kernel reads: train some tokens' rows (trainable_token_indices), or "
     "LoRA on lm_head; or merge the adapter (merge_and_unload) and serve what comes out as a base model"
 )
+_UNUSED = "is not a LoRA A or B matrix of a linear layer, and nothing else can be used"
+_COPIED = (
+    "is a copy of the base model's own layer, which PEFT saves beside LoRA on it, and nothing would use: save the "
+    "adapter with save_pretrained(..., save_embedding_layers=False)"
+)
 TOKENS_KEY = "trainable_token_indices"
 _BIASES = ("none", "lora_only", "all")
 _INITIALIZATIONS_ON_THE_BASE_AS_IT_IS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+def unused(key: str) -> str:
+    """What is wrong with a tensor that is nothing of LoRA's."""
+    return _COPIED if key.endswith(".base_layer.weight") else _UNUSED
 
 
 @dataclass(frozen=True)

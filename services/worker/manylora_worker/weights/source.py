@@ -53,6 +53,7 @@ from manylora_worker.weights.peft_config import (
     parse_settings,
     some_of,
     trained_tokens,
+    unused,
 )
 from manylora_worker.weights.sites import ExpertShape, Site, TokenBase, WholeNames
 from manylora_worker.weights.stacked import DOWN, GATE_UP, Stack, is_stack_key, stacks_of
@@ -413,7 +414,7 @@ def _check_tensors(
         elif matrix == TOKENS:
             rows[path] = info
         elif matrix is None:
-            problems.add(key, "is not a LoRA A or B matrix of a linear layer, and nothing else can be used")
+            problems.add(key, unused(key))
         elif path in base.head_modules:
             problems.add(key, "adapts the embeddings or the output head, which is not supported")
         elif any(path.startswith(f"{part}.") for part in base.left_out):
