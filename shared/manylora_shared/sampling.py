@@ -36,6 +36,14 @@ class Kind(enum.Enum):
     """Token ids."""
 
 
+def _single(value: float) -> float:
+    """Nearest in single precision; what is beyond it stays."""
+    try:
+        return float(struct.unpack("f", struct.pack("f", value))[0])
+    except OverflowError:
+        return value
+
+
 @dataclass(frozen=True)
 class Range:
     """Finite numbers from `low` to `high`; `is_open`: without `low` itself; `or_zero`: or 0."""
@@ -46,8 +54,8 @@ class Range:
     or_zero: bool = False
 
     def __contains__(self, value: float) -> bool:
-        low = min(self.low, struct.unpack("f", struct.pack("f", self.low))[0])  # the wire has single precision
-        above = low < value if self.is_open else low <= value
+        # As the wire has it, in single precision: what is above `low` here and `low` there is not above it.
+        above = self.low < _single(value) if self.is_open else min(self.low, _single(self.low)) <= value
         return (above and value <= self.high and math.isfinite(value)) or (self.or_zero and value == 0)
 
     def __str__(self) -> str:

@@ -18,6 +18,9 @@ async def test_a_port_where_nobody_answers_or_that_speaks_http_is_told_so() -> N
         "connection refused": "nothing answers at host:1",
         "Trying to connect an http1.x server": "host:1 speaks HTTP/1.1",
         "SSL_ERROR_SSL: error:100000f7:SSL routines:OPENSSL_internal:WRONG_VERSION_NUMBER": "host:1 speaks plain text",
+        "Cannot check peer: missing selected ALPN property.": "host:1 speaks HTTPS",
+        "OPENSSL_internal:CERTIFICATE_VERIFY_FAILED: self-signed": "host:1 has a certificate of nobody",
+        "UNAVAILABLE: ipv4:127.0.0.1:1: Socket closed": "host:1 hung up",
     }
     for words, expected in told.items():
         error = RpcError(Code.UNAVAILABLE, words)

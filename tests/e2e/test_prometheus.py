@@ -168,7 +168,8 @@ async def test_a_real_prometheus_finds_all_that_boards_and_rules_name(tmp_path: 
     assert not empty
     assert set(rules.values()) == {"ok"}, rules
     assert len(rules) == sum(len(group["rules"]) for group in boards.rules()["groups"])
-    assert not fired
+    # The worse version's rollback; whether it is judged by then, hangs on the machine's pace.
+    assert set(fired) <= {"ManyloraRolledBack"}
 
 
 def look(address: str) -> tuple[dict[str, str], list[str], dict[str, str], list[str]]:

@@ -46,6 +46,13 @@ def test_a_bound_itself_is_allowed_over_the_wire() -> None:
     assert Sampling.of_message(message).violations(10) == []
 
 
+def test_what_the_wire_would_round_to_a_bound_is_refused_before() -> None:
+    """A router that took it would have its worker refuse it."""
+    [found] = Sampling(top_p=1e-50).violations(10)
+    assert (found.field, found.description) == ("sampling.top_p", "must be above 0 and at most 1, not 1e-50")
+    assert Sampling(top_p=1e-30).violations(10) == []
+
+
 def test_what_is_at_its_default_is_not_sent() -> None:
     assert Sampling().given() == {}
     assert Sampling(temperature=1.0, top_k=0).given() == {"temperature": 1.0, "top_k": 0}, "the caller says so"

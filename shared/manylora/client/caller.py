@@ -23,8 +23,15 @@ from manylora.client.routers import RoutersChannel
 
 DEFAULT_TIMEOUT_S = 30.0  # of calls with one answer; streams have no deadline unless one is given
 REACH_S = 3.0  # for so long one of several servers is sought: a channel tries to connect once a second
-_HTTP_SERVER = "http1.x server"  # grpc's words of one
-_NO_TLS = "WRONG_VERSION_NUMBER"  # OpenSSL's words of what is no TLS
+_HTTP_PORT = "gRPC, which this client speaks, has another port (7070 by default)"
+# By grpc's and OpenSSL's words of what failed.
+_WRONG_PORTS = {
+    "http1.x server": f"speaks HTTP/1.1: {_HTTP_PORT}",
+    "missing selected ALPN": f"speaks HTTPS: {_HTTP_PORT}",
+    "WRONG_VERSION_NUMBER": "speaks plain text, and the client TLS: leave --tls-ca (MANYLORA_TLS_CA) out",
+    "CERTIFICATE_VERIFY_FAILED": "has a certificate of nobody whom --tls-ca (MANYLORA_TLS_CA) names",
+    "Socket closed": "hung up: a port of TLS does so where the client speaks plain text (--tls-ca, MANYLORA_TLS_CA)",
+}
 
 
 class Caller:
@@ -136,13 +143,9 @@ class Caller:
         failed = RequestFailed.of(error, result)
         if error.label != UNREACHABLE:
             return failed
-        if _NO_TLS in error.message:
-            message = f"{self._server} speaks plain text, and the client TLS: leave --tls-ca (MANYLORA_TLS_CA) out"
-        elif _HTTP_SERVER in error.message:
-            message = (
-                f"{self._server} speaks HTTP/1.1: gRPC, which this client speaks, has another port (7070 by default)"
-            )
-        else:
+        told = next((words for sign, words in _WRONG_PORTS.items() if sign in error.message), "")
+        message = f"{self._server} {told}"
+        if not told:
             message = f"nothing answers at {self._server}; is `manylora up` running? ({error.message})"
         return RequestFailed(failed.code, message, reason=failed.reason, result=result)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import regex
-from manylora_shared.errors import FieldViolation, shown
+from manylora_shared.errors import FieldViolation, ManyloraError, shown
 from manylora_shared.stores.model_files import model_name
 
 from manylora_worker.weights.sites import TokenBase
@@ -105,6 +105,10 @@ class Problems:
 
     def add(self, field_name: str, description: str) -> None:
         self.violations.append(FieldViolation(_cut(field_name), _cut(description)))
+
+    def add_all(self, error: ManyloraError, field_name: str) -> None:
+        """`field_name`: where the error names no field."""
+        self.violations += error.violations or [FieldViolation(field_name, _cut(error.message))]
 
     def first(self, most: int) -> list[FieldViolation]:
         """The last one says how many more there are."""

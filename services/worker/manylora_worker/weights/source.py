@@ -238,7 +238,7 @@ def _read_config(folder: Path, keys: OpeningKeys, problems: Problems) -> bytes |
                 return file.read(MAX_CONFIG_BYTES + 1)
             problems.add(CONFIG_NAME, f"has {file.plain_bytes} bytes; the limit is {MAX_CONFIG_BYTES}")
     except SealBroken as error:
-        problems.violations += error.violations
+        problems.add_all(error, CONFIG_NAME)
     except OSError as error:
         problems.add(CONFIG_NAME, f"is not readable ({error})")
     return None
@@ -265,7 +265,7 @@ class _WeightFile:
                     return content
             problems.add(WEIGHTS_NAME, _CHANGED)
         except SealBroken as error:
-            problems.violations += error.violations
+            problems.add_all(error, WEIGHTS_NAME)
         except OSError as error:
             problems.add(WEIGHTS_NAME, f"is not readable ({error})")
         return None
@@ -302,7 +302,7 @@ def _open_weights(
         else:
             return weights
     except SealBroken as error:
-        problems.violations += error.violations
+        problems.add_all(error, WEIGHTS_NAME)
     except OSError as error:
         problems.add(WEIGHTS_NAME, f"is not readable ({error})")
     return None
