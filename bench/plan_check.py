@@ -1,15 +1,16 @@
 """A plan against what it plans: measures a cluster's step curve, plans a mix by it, and sends the mix.
 
 One real cluster on this machine (etcd, scheduler, router, one worker). The curve is measured from outside, by closed
-loops of `manylora load`: the time between tokens at several numbers of streams, without adapters and with one each; the
-first token of short and of long prompts by a caller that is alone. Then Poisson requests at `--load` of what the curve
-says that the worker can do, with adapters by Zipf's law: planned for one worker, and sent.
+loops of `manylora load`: the time between tokens at several numbers of streams, without adapters and with one each;
+what longer prompts cost a full batch; the first token of a caller that is alone. Then Poisson requests at `--load` of
+what the curve says that the worker can do, with adapters by Zipf's law: planned for one worker, and sent. Where the
+GPU has a packaged curve of that shape, which `manylora plan` takes, its prediction stands beside.
 
     python -m bench.shapes --device cuda FOLDER && python -m bench.plan_check --device cuda --model FOLDER --gpu H100
     python -m bench.plan_check                      the demo's model on the CPU
 
-Prints one JSON line: {"bench": "plan_check", "predicted": {...}, "seen": {...}, "error": {...}, "curve": {...}}; an
-error is predicted by seen, less 1. `--curve-out FILE` keeps the curve for `manylora plan --curve`.
+Prints one JSON line: {"bench": "plan_check", "predicted": {...}, "error": {...}, "seen": {...}, "packaged": {...} or
+null, "curve": {...}}; an error is predicted by seen, less 1. `--curve-out FILE` keeps the curve for `plan --curve`.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from manylora.capacity.files import read_mix, read_shape
-from manylora.capacity.planning.curve import Curve, curve_of, kv_token_ms
-from manylora.capacity.planning.plan import Plan, Wanted, plan
+from manylora.capacity.files import packaged_curves, read_mix, read_shape
+from manylora.capacity.planning.curve import Curve, curve_of, find_curve, kv_token_ms
+from manylora.capacity.planning.plan import Wanted, plan
 from manylora.capacity.planning.shapes import Gpu, gpu_of
-from manylora.capacity.planning.traffic import traffic_of_mix
+from manylora.capacity.planning.traffic import Traffic, traffic_of_mix
 from manylora.client import Client
 from manylora.client.credentials import KEY_VARIABLE, read_key
 from manylora.demo import BASE_FOLDER, BASE_NAME, adapter_folder
@@ -45,6 +46,7 @@ from bench.curves import LOAD_DEVICE_MB_S, fit
 TENANT = "bench"
 CPU = Gpu("CPU", 16.0, 0.02, 0.1)
 SHORT, LONG = 16, 256  # tokens of a prompt: both are one chunk
+PROMPT_STREAMS = 32  # at which the cost of prompts is measured
 CONTEXT = 72  # in the mean, of the closed loops
 PARTS = ("tokens_per_s", "ttft_p50_ms", "ttft_p95_ms", "tpot_p50_ms")
 
@@ -74,7 +76,9 @@ class Bench:
         total: Mapping[str, Any] = found["total"]
         return total
 
-    async def closed(self, streams: int, prompt: int, output: int, adapters: Sequence[str] = ()) -> Mapping[str, Any]:
+    async def closed(
+        self, streams: int, prompt: int, output: int | Mapping[str, float], adapters: Sequence[str] = ()
+    ) -> Mapping[str, Any]:
         tenant = {
             "tenant_id": TENANT,
             "prompt_tokens": prompt,
@@ -108,20 +112,22 @@ async def measured(bench: Bench, gpu: Gpu) -> dict[str, Any]:
             rows.append([1.0, float(streams), bench.rank * distinct])
             beyond.append(max(0.0, found["tpot_ms"]["p50"] - base[-1][1]))
     adapter, row, rank = fit(rows, beyond) if rows else (0.0, 0.0, 0.0)
-    short, long = [(await bench.closed(1, tokens, 2))["ttft_ms"]["p50"] for tokens in (SHORT, LONG)]
-    prompt_ms = max(1e-4, (long - short) / (LONG - SHORT))
+    kv_ms = kv_token_ms(gpu, shape)
+    prompt_ms = await prompt_token_ms(bench, kv_ms)
+    adapter_prompt_ms = await prompt_token_ms(bench, kv_ms, bench.adapters) if bench.adapters else prompt_ms
+    short = (await bench.closed(1, SHORT, 2))["ttft_ms"]["p50"]
     return {
         "gpu": asdict(gpu),
         "shape": asdict(shape),
         "points": base,
         "context": CONTEXT,
-        "kv_token_ms": kv_token_ms(gpu, shape),
+        "kv_token_ms": kv_ms,
         "adapter_ms": adapter,
         "row_ms": row,
         "rank_ms": rank,
         "max_rank_ms": 0.0,
         "prompt_token_ms": prompt_ms,
-        "adapter_prompt_token_ms": prompt_ms,
+        "adapter_prompt_token_ms": adapter_prompt_ms,
         "service_ms": max(0.0, short - base[0][1] - SHORT * prompt_ms),
         "load_host_mb_s": 500.0,
         "load_device_mb_s": LOAD_DEVICE_MB_S,
@@ -129,6 +135,20 @@ async def measured(bench: Bench, gpu: Gpu) -> dict[str, Any]:
         "origin": f"measured on {datetime.date.today()} by bench/plan_check.py",
         "is_ahead": arguments.device != "cpu",
     }
+
+
+async def prompt_token_ms(bench: Bench, kv_ms: float, adapters: Sequence[str] = ()) -> float:
+    """What a prompt's token adds to a batch that decodes. A caller alone does not tell it: a GPU multiplies by some
+    hundred tokens while it reads the weights, so that they seem to cost a third of it. Outputs differ in length, for
+    else all prompts come at once.
+    """
+    output = 2 * (CONTEXT - SHORT)
+    sizes = {"mean": output, "cv": 0.5, "min": 4, "max": 3 * output}
+    streams = min(PROMPT_STREAMS, bench.arguments.slots)
+    request_ms = [
+        1e3 / (await bench.closed(streams, tokens, sizes, adapters))["requests_per_s"] for tokens in (SHORT, LONG)
+    ]
+    return max(1e-4, (request_ms[1] - request_ms[0]) / (LONG - SHORT) - output * kv_ms)
 
 
 def mix_of_load(bench: Bench, curve: Curve) -> dict[str, Any]:
@@ -148,8 +168,13 @@ def mix_of_load(bench: Bench, curve: Curve) -> dict[str, Any]:
     }
 
 
-def predicted(made: Plan) -> dict[str, float]:
-    outcome = made.expected
+def traffic_of(mix: Mapping[str, Any], seconds: float, rank: int) -> Traffic:
+    return traffic_of_mix(read_mix(yaml.safe_dump(mix), "mix"), seconds=seconds, rank=rank)
+
+
+def predicted(traffic: Traffic, curve: Curve, slots: int) -> dict[str, float]:
+    """Of one worker."""
+    outcome = plan(traffic, curve, Wanted(workers=1, slots=slots, spare=0.0)).expected
     return {
         "tokens_per_s": outcome.tokens_per_s,
         "ttft_p50_ms": outcome.percentile("ttft_ms", 0.5),
@@ -166,8 +191,9 @@ async def check(bench: Bench) -> None:
         arguments.curve_out.write_text(json.dumps(document, indent=1) + "\n")
     curve = curve_of(document)
     mix = mix_of_load(bench, curve)
-    traffic = traffic_of_mix(read_mix(yaml.safe_dump(mix), "mix"), seconds=arguments.load_seconds, rank=bench.rank)
-    expected = predicted(plan(traffic, curve, Wanted(workers=1, slots=arguments.slots, spare=0.0)))
+    traffic = traffic_of(mix, arguments.load_seconds, bench.rank)
+    expected = predicted(traffic, curve, arguments.slots)
+    packaged = find_curve(packaged_curves(), gpu, curve.shape)
     total = await bench.load(**mix)
     seen = {
         "tokens_per_s": total["output_tokens_per_s"],
@@ -186,13 +212,20 @@ async def check(bench: Bench) -> None:
         "failed": total["errors"],
         "requests_per_s": round(traffic.requests_per_s, 3),
         "load": arguments.load,
-        "predicted": {name: round(expected[name], 2) for name in PARTS},
+        **compared(expected, seen),
         "seen": {name: round(seen[name], 2) for name in PARTS},
-        "error": {name: round(expected[name] / seen[name] - 1, 4) for name in PARTS},
+        "packaged": compared(predicted(traffic, packaged, arguments.slots), seen) if packaged.is_measured else None,
         "load_1m": os.getloadavg()[0],
         "curve": document,
     }
     print(json.dumps(line), flush=True)
+
+
+def compared(expected: Mapping[str, float], seen: Mapping[str, float]) -> dict[str, Mapping[str, float]]:
+    return {
+        "predicted": {name: round(expected[name], 2) for name in PARTS},
+        "error": {name: round(expected[name] / seen[name] - 1, 4) for name in PARTS},
+    }
 
 
 def model_folder(arguments: argparse.Namespace) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from manylora.capacity.files import packaged_curves
@@ -55,6 +55,8 @@ def test_a_curve_scaled_to_the_other_gpu_is_near_its_measurement(gpu: str, other
 
 def test_the_measured_pair_is_found_and_others_are_estimated() -> None:
     assert find_curve(packaged_curves(), GPUS["H100"], SHAPE) == CURVES["H100"]
+    folder = find_curve(packaged_curves(), GPUS["H100"], replace(SHAPE, name="my-llama"))
+    assert (folder.is_measured, folder.shape.name) == (True, "my-llama"), "a folder of the same shape was measured, too"
     qwen = find_curve(packaged_curves(), GPUS["H100"], SHAPES["qwen3-8b"])
     assert qwen.origin == "estimated: scaled by bytes and multiplications from llama-3.1-8b on H100"
     small = find_curve(packaged_curves(), GPUS["L4"], SHAPE)

@@ -86,7 +86,7 @@ def find_curve(curves: Sequence[Curve], gpu: Gpu, shape: Shape) -> Curve:
     """The measured one, or one that is scaled from the nearest."""
     for curve in curves:
         if (curve.gpu.name, curve.shape) == (gpu.name, shape):
-            return curve
+            return replace(curve, shape=shape)
     nearest = [c for c in curves if c.shape == shape] or [c for c in curves if c.gpu.name == gpu.name] or list(curves)
     if not nearest:
         raise CannotPlan("there is no measured curve")
