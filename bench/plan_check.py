@@ -86,7 +86,7 @@ class Bench:
             "adapters": [*adapters],
             "zipf": 0,
         }
-        seconds = self.arguments.seconds
+        seconds = self.arguments.seconds if isinstance(output, int) else 2 * self.arguments.seconds
         return await self.load(
             arrivals={"kind": "closed", "streams": streams},
             duration_s=seconds,
@@ -145,9 +145,11 @@ async def prompt_token_ms(bench: Bench, kv_ms: float, adapters: Sequence[str] = 
     output = 2 * (CONTEXT - SHORT)
     sizes = {"mean": output, "cv": 0.5, "min": 4, "max": 3 * output}
     streams = min(PROMPT_STREAMS, bench.arguments.slots)
-    request_ms = [
-        1e3 / (await bench.closed(streams, tokens, sizes, adapters))["requests_per_s"] for tokens in (SHORT, LONG)
-    ]
+    request_ms: list[float] = []
+    for tokens in (SHORT, LONG):
+        total = await bench.closed(streams, tokens, sizes, adapters)
+        mean_output = total["output_tokens"] / total["completed"]
+        request_ms.append(float(total["e2e_ms"]["mean"] / streams * output / mean_output))
     return max(1e-4, (request_ms[1] - request_ms[0]) / (LONG - SHORT) - output * kv_ms)
 
 

@@ -32,22 +32,29 @@ class Played(plan_check.Bench):
         self, streams: int, prompt: int, output: int | Mapping[str, float], adapters: Sequence[str] = ()
     ) -> Mapping[str, Any]:
         assert not isinstance(output, int)
-        worker, now, made = Worker(self.curve, SETTINGS, lambda *_: None), 0.0, 0
+        worker, now = Worker(self.curve, SETTINGS, lambda *_: None), 0.0
         rng, least, mean = random.Random(35), int(output["min"]), int(output["mean"])
+        ended: list[Running] = []
 
         def request() -> Running:
             return Running(Request(now, "a", "standard", "", 0, prompt, rng.randrange(least, 2 * mean - least), 0))
 
         for _ in range(streams):
             worker.add(request(), now)
-        while now < 20:
+        while now < 10:
             seconds = worker.begin(now, now)
             assert seconds is not None
             now += seconds
-            for _ in worker.end(now):
-                made += 1
+            for running in worker.end(now):
+                ended.append(running)
                 worker.add(request(), now)
-        return {"requests_per_s": made / now}
+        took_ms = [(running.ended_at - running.request.at_s) * 1e3 for running in ended]
+        tokens = sum(running.request.output_tokens for running in ended)
+        return {
+            "completed": len(ended),
+            "output_tokens": tokens,
+            "e2e_ms": {"mean": sum(took_ms) / len(ended)},
+        }
 
 
 @pytest.mark.parametrize("prompt_ms", [0.01, 0.025, 0.1])
