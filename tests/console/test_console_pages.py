@@ -181,6 +181,25 @@ def test_charts_are_read_with_the_keyboard(browser: Browser, cluster: Served) ->
         assert problems == []
 
 
+def test_the_first_numbers_are_seen_at_once(browser: Browser, cluster: Served) -> None:
+    """As when the router has just begun: one value of each series."""
+
+    def cut(route: Route) -> None:
+        response = route.fetch()
+        history = response.json()
+        for each in (history, *history["tenants"]):
+            each["series"] = {name: values[-1:] for name, values in each["series"].items()}
+        route.fulfill(response=response, json=history)
+
+    with opened(browser, cluster) as (page, problems):
+        page.route("**/console/api/history*", cut)
+        log_in(page, cluster.operator_key)
+        shown(page, "overview")
+        widths = [area.bounding_box() for area in page.locator(".chart polygon").all()]
+        assert all(box is not None and box["width"] > 2 for box in widths)
+        assert problems == []
+
+
 def test_names_from_outside_become_text(browser: Browser, cluster: Served) -> None:
     """As if a tenant, an adapter, a worker and an outcome had such names: checks elsewhere let none of them exist."""
 

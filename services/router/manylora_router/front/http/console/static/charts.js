@@ -3,6 +3,7 @@
 import { clock, h, legend, show, sum, svg } from "/console/dom.js";
 
 const [HEIGHT, LEFT, BOTTOM, TOP, RIGHT] = [190, 52, 22, 8, 8];
+const LONE = 4; // how wide one value alone is
 
 /** The least "round" number that is no less. */
 function round(most) {
@@ -78,11 +79,14 @@ export class Chart {
 
   areas(range) {
     const base = range.map(() => 0);
+    // A lone value would be an area without width.
+    const corners = range.length === 1 ? [[0, this.x(0) - LONE], [0, this.x(0)]] : range.map((i) => [i, this.x(i)]);
+    const edge = () => corners.map(([i, x]) => `${x},${this.y(base[i])}`);
     return this.series.map((each) => {
-      const lower = range.map((i) => `${this.x(i)},${this.y(base[i])}`).reverse();
-      const upper = range.map((i) => `${this.x(i)},${this.y((base[i] += each.values[i] ?? 0))}`);
       if (!range.length) return null;
-      return svg("polygon", { points: [...upper, ...lower].join(" "), style: { fill: each.paint, "fill-opacity": "0.85" } });
+      const lower = edge().reverse();
+      for (const i of range) base[i] += each.values[i] ?? 0;
+      return svg("polygon", { points: [...edge(), ...lower].join(" "), style: { fill: each.paint, "fill-opacity": "0.85" } });
     });
   }
 

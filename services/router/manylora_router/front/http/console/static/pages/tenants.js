@@ -70,7 +70,7 @@ export function page(session) {
         h("div", { class: "steps" },
           h("p", { class: "small soft" }, "got"), stack("Share that each tenant got", parts.map((each) => ({ ...each, value: each.share })), 1, true),
           h("p", { class: "small soft" }, "due by weight, of those with work"), stack("Share that is due to each tenant", parts.map((each) => ({ ...each, value: each.due })), 1, true)),
-        h("ul", { class: "legend" }, parts.map((each) => h("li", null, named(each.name), h("span", { class: "soft" }, ` ${part(each.share)} of ${part(each.due)}`))))));
+        h("ul", { class: "legend" }, parts.map((each) => h("li", null, named(each.name), h("span", { class: "soft" }, ` ${part(each.share)}, due ${part(each.due)}`))))));
     }
     const mostDebt = Math.max(1, ...rows.map((each) => each.debt));
     const columns = [
