@@ -120,6 +120,17 @@ async def test_of_those_under_way_too_many_are_strangers(tmp_path: Path, monkeyp
         assert server._places.num_held == 2
 
 
+async def test_who_speaks_plain_http_is_told_so(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        async with begun(server, _WHOLE, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\0" * 4096) as (http, grpc, nothing):
+            told = await http.read()
+            assert told.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+            assert b"this port speaks HTTPS" in told
+            assert (await grpc.read()).startswith(b"HTTP/1.1 400")
+            assert await is_cut(nothing)
+        assert b"https" in await answer(server)
+
+
 async def test_a_server_that_stops_ends_them(tmp_path: Path) -> None:
     async with contextlib.AsyncExitStack() as stack:
         async with serving(tmp_path) as server:

@@ -5,20 +5,23 @@ and let each take a minute.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import socket
 import ssl
 from collections.abc import Callable, Iterator
 
-from manylora_shared.errors import Overloaded
+from manylora_shared.errors import InvalidRequest, Overloaded
 from manylora_shared.transport.connections import STRANGER
 from manylora_shared.transport.places import Places
 
+from manylora_router.front.http.errors import ErrorForm
 from manylora_router.links.loop_turns import LoopTurns
 
 _LOG = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 10.0
+_TOLD_BEHIND_BYTES = 64 * 1024
 _PAUSE_S = 0.1  # where no file is left for another connection
 
 
@@ -80,6 +83,9 @@ class Handshakes:
             with self._places.held(peer):
                 async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                     await self._turns.take((peer, None), 1)
+                    if (await _first_byte(accepted)).isalpha():
+                        _tell(accepted)
+                        return
                     await loop.connect_accepted_socket(
                         self._make_protocol, accepted, ssl=self._context, ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S
                     )
@@ -88,3 +94,26 @@ class Handshakes:
         except asyncio.CancelledError:
             accepted.close()
             raise
+
+
+async def _first_byte(accepted: socket.socket) -> bytes:
+    """It stays there to be read. Empty: the peer hung up."""
+    loop = asyncio.get_running_loop()
+    came = asyncio.Event()
+    loop.add_reader(accepted, came.set)
+    try:
+        await came.wait()
+    finally:
+        loop.remove_reader(accepted)
+    return accepted.recv(1, socket.MSG_PEEK)
+
+
+def _tell(accepted: socket.socket) -> None:
+    """Who speaks HTTP is told in HTTP. It may be cut off before it has read that, where it sent much."""
+    error = InvalidRequest("this port speaks HTTPS, and the request came in plain text: ask https://")
+    body = json.dumps(ErrorForm().document(error, {})).encode()
+    head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    with accepted:
+        accepted.recv(_TOLD_BEHIND_BYTES)  # what is left unread would end the connection before its answer
+        accepted.send(head.encode() + b"connection: close\r\n\r\n" + body)
+        accepted.shutdown(socket.SHUT_WR)
