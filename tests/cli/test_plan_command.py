@@ -68,6 +68,8 @@ def test_a_ledger_is_planned_from_sqlite_and_from_json(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("tenants: [", "is no YAML"),
+        ("tenant_id: acme\nweight: 2\n---\ntenant_id: birch\n", "is tenants' policies; --tenants takes a mix"),
+        (f"{MIX}\n---\n{MIX}", "has 2 documents"),
         (MIX.replace("rank: 16", "rank: -1"), "tenants.acme.rank: must be at least 0, not -1"),
         (MIX.replace("rank: 16", "ranks: 16"), "tenants.acme.ranks: there is no such field"),
         (MIX.replace("rate: 5", "kind: closed, streams: 5"), "a closed loop has no rate"),

@@ -47,7 +47,7 @@ async def test_csv_and_parquet(manylora: Manylora, tmp_path: Path) -> None:
 
 async def test_what_is_asked_wrongly_is_told(manylora: Manylora, tmp_path: Path) -> None:
     for arguments, told in (
-        (("--by", "colour"), "--by: 'colour' is none of tenant"),
+        (("--by", "colour"), "day, month, total"),
         (("--since", "soon"), "--since: 'soon' is no time"),
         (("--format", "csv", "--output", str(tmp_path / "no" / "file")), "--output:"),
     ):

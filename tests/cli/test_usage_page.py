@@ -23,6 +23,8 @@ def test_a_tenants_month() -> None:
     tables = {"day": [_sum(day="2026-11-25")], "adapter,version": [_sum(adapter="", version="")]}
     months = [TenantMonth("acme", _sum(tenant="acme"), tables), TenantMonth("<b>", _sum(tenant="<b>"))]
     books = [Reconciled("acme", "batch", 10, 10, 0), Reconciled("acme", "standard", 12, 10, 7)]
+    gone = usage_page("2026-11", "EUR", months[:1], [Reconciled("acme", "batch", 10, None, 0)])
+    assert "no account of the quotas any more: the tenant is deleted</li>" in gone
     page = usage_page("2026-11", "EUR", months, books)
     assert page.count("<section>") == 2
     assert "12.5000 EUR" in page

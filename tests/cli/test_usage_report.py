@@ -33,6 +33,15 @@ async def test_books_that_differ_are_told(manylora: Manylora) -> None:
     assert "settled by quotas" in (await manylora("usage", "reconcile")).stdout
 
 
+async def test_a_deleted_tenants_rows_are_no_difference(manylora: Manylora, router: FakeRouter) -> None:
+    """Its quotas' account went with it, its rows stay: that failed for good."""
+    router.tenants.clear()
+    out = await manylora("usage", "reconcile", "--json")
+    deleted = [flow for flow in out.json["flows"] if flow["quotas"] is None]
+    assert [(flow["tenant"], flow["ledger"], flow["difference"]) for flow in deleted] == [("acme", 1290, 0)]
+    assert "tenant deleted" in (await manylora("usage", "reconcile")).stdout
+
+
 def test_lost_rows_are_of_no_quota() -> None:
     amounts = {"cached_tokens": 1, "completion_tokens": 5, "unread_tokens": 2}
     flow = {"tenant": "acme", "class": "batch"}

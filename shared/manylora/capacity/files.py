@@ -66,7 +66,14 @@ def read_mix(text: str, name: str) -> Mix:
         raise BadMix(f"{file}: traces are sent by `manylora load`; plan one from the ledger of such a run")
 
     try:
-        return mix_of(yaml.safe_load(text), no_trace)
+        documents = list(yaml.safe_load_all(text))
+        if any(isinstance(each, dict) and "tenant_id" in each for each in documents):
+            raise CannotPlan(
+                f"{name}: is tenants' policies; --tenants takes a mix of traffic, as `manylora load` sends it"
+            )
+        if len(documents) > 1:
+            raise CannotPlan(f"{name}: has {len(documents)} documents; a mix is one")
+        return mix_of(documents[0] if documents else None, no_trace)
     except yaml.YAMLError as error:
         raise CannotPlan(f"{name}: is no YAML: {' '.join(str(error).split())}") from None
     except BadMix as error:

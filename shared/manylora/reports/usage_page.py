@@ -46,12 +46,12 @@ class Reconciled:
     tenant: str
     qos_class: str
     ledger: int
-    quotas: int
+    quotas: int | None  # None: the tenant is deleted, and its account with it
     lost: int  # in the ledger, of requests whose router died: no quota settled them
 
     @property
     def difference(self) -> int:
-        return self.ledger - self.quotas
+        return 0 if self.quotas is None else self.ledger - self.quotas
 
 
 def usage_page(month: str, currency: str, months: Sequence[TenantMonth], books: Sequence[Reconciled] | None) -> str:
@@ -99,13 +99,19 @@ def _cells(row: Mapping[str, Any]) -> str:
 
 def _books(own: Sequence[Reconciled]) -> str:
     lines = [
-        f"<li>{_text(each.qos_class)}: {each.ledger:,} tokens in the ledger, {each.quotas:,} settled by the quotas"
-        + (f", <b class='bad'>{each.difference:+,}</b>" if each.difference else ", equal")
+        f"<li>{_text(each.qos_class)}: {each.ledger:,} tokens in the ledger, {_settled(each)}"
         + (f"; {each.lost:,} more of requests whose router died" if each.lost else "")
         + "</li>"
         for each in own
     ]
     return f"<ul>{''.join(lines)}</ul>"
+
+
+def _settled(each: Reconciled) -> str:
+    if each.quotas is None:
+        return "and no account of the quotas any more: the tenant is deleted"
+    end = f", <b class='bad'>{each.difference:+,}</b>" if each.difference else ", equal"
+    return f"{each.quotas:,} settled by the quotas{end}"
 
 
 def _text(text: str) -> str:

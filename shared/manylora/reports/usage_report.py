@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from manylora_shared.ledger.row import LOST
 from manylora_shared.ledger.usage import month as bounds_of
 
 from manylora.cli.output import EXIT_FAILED, Target, print_json, print_table, say, usage_error
-from manylora.client import Client, QuotaStatus
+from manylora.client import Client, QuotaStatus, RequestFailed
 from manylora.reports.usage_page import Reconciled, TenantMonth, amount, usage_page
 from manylora.reports.usage_rows import as_csv
 
@@ -50,7 +50,13 @@ async def reconcile(target: Target, tenant: str, *, as_json: bool) -> None:
     else:
         columns = ("tenant", "class", "ledger", "settled by quotas", "difference", "lost with a router")
         cells = [
-            (each.tenant, each.qos_class, *(f"{n:,}" for n in (each.ledger, each.quotas, each.difference, each.lost)))
+            (
+                each.tenant,
+                each.qos_class,
+                f"{each.ledger:,}",
+                *(("tenant deleted", "-") if each.quotas is None else (f"{each.quotas:,}", f"{each.difference:,}")),
+                f"{each.lost:,}",
+            )
             for each in books
         ]
         print_table(columns, cells, empty="nothing was settled yet")
@@ -63,11 +69,25 @@ async def _books(client: Client, tenant: str) -> list[Reconciled]:
     status = await client.status()
     sums, _ = await client.usage.sums(["tenant", "class", "outcome"], tenant=tenant)
     quotas = status.scheduler.quotas if status.scheduler is not None else ()
-    return reconciled(sums, [quota for quota in quotas if tenant in ("", quota.tenant_id)])
+    told = [quota for quota in quotas if tenant in ("", quota.tenant_id)]
+    return reconciled(sums, told, await _deleted(client, {each["tenant"] for each in sums}))
 
 
-def reconciled(sums: Sequence[Mapping[str, Any]], quotas: Sequence[QuotaStatus]) -> list[Reconciled]:
-    """`sums`: by tenant, class and outcome."""
+async def _deleted(client: Client, tenants: Set[str]) -> Set[str]:
+    """Of those. A tenant's own key sees its tenant alone, which is there."""
+    try:
+        known = await client.tenants.list()
+    except RequestFailed as e:
+        if e.code != "PERMISSION_DENIED":
+            raise
+        return set()
+    return tenants - {each.tenant_id for each in known}
+
+
+def reconciled(
+    sums: Sequence[Mapping[str, Any]], quotas: Sequence[QuotaStatus], deleted: Set[str] = frozenset()
+) -> list[Reconciled]:
+    """`sums`: by tenant, class and outcome. A deleted tenant's account goes with it, and its rows stay."""
     ledger: dict[tuple[str, str], int] = {}
     lost: dict[tuple[str, str], int] = {}
     for each in sums:
@@ -76,8 +96,10 @@ def reconciled(sums: Sequence[Mapping[str, Any]], quotas: Sequence[QuotaStatus])
         tokens = each["prompt_tokens"] - each["cached_tokens"] + each["completion_tokens"] + each["unread_tokens"]
         books[flow] = books.get(flow, 0) + tokens
     settled = {(quota.tenant_id, quota.qos_class): quota.settled_tokens for quota in quotas}
-    flows = sorted({*ledger, *lost, *settled})
-    return [Reconciled(*flow, ledger.get(flow, 0), settled.get(flow, 0), lost.get(flow, 0)) for flow in flows]
+    return [
+        Reconciled(*flow, ledger.get(flow, 0), settled.get(flow, None if flow[0] in deleted else 0), lost.get(flow, 0))
+        for flow in sorted({*ledger, *lost, *settled})
+    ]
 
 
 def _write(path: Path, text: str, option: str) -> None:

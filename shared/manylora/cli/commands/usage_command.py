@@ -54,7 +54,7 @@ def usage(
     try:
         groups = groups_of(name for name in by.split(",") if name != "total")
     except InvalidRequest as e:
-        raise usage_error(f"--{e.message}") from None
+        raise usage_error(f"--{e.message}, total") from None
     showing = usage_rows.show(
         connect(server, key),
         tenant=tenant,
