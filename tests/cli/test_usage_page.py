@@ -30,6 +30,7 @@ def test_a_tenants_month() -> None:
     assert "12.5000 EUR" in page
     assert "<td>2026-11-25</td><td class='n'>3</td><td class='n'>1,234,567</td>" in page
     assert "<h2>By adapter and version</h2>" in page
+    assert "<td>the base model</td><td>-</td>" in page
     assert "10 tokens in the ledger, 10 settled by the quotas, equal" in page
     assert "<b class='bad'>+2</b>; 7 more of requests whose router died" in page
     assert "<h1>&lt;b&gt;</h1>" in page

@@ -88,9 +88,13 @@ def _section(month: str, currency: str, told: TenantMonth, books: Sequence[Recon
 def _table(by: Sequence[str], rows: Sequence[Mapping[str, Any]], total: Mapping[str, Any]) -> str:
     head = "".join(f"<th>{_text(name)}</th>" for name in by)
     head += "".join(f"<th class='n'>{_text(name)}</th>" for name, _ in _AMOUNTS)
-    lines = ["".join(f"<td>{_text(str(row[name]) or '-')}</td>" for name in by) + _cells(row) for row in rows]
+    lines = ["".join(f"<td>{_text(_word(name, row[name]))}</td>" for name in by) + _cells(row) for row in rows]
     end = f"<tr class='total'><td colspan='{len(by)}'>total</td>{_cells(total)}</tr>"
     return f"<table><tr>{head}</tr>" + "".join(f"<tr>{line}</tr>" for line in lines) + end + "</table>"
+
+
+def _word(name: str, value: object) -> str:
+    return str(value) or ("the base model" if name == "adapter" else "-")
 
 
 def _cells(row: Mapping[str, Any]) -> str:
