@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from manylora.reports.usage_report import _LINES
 from manylora.reports.usage_rows import as_csv
-from manylora_shared.errors import shown
 from manylora_shared.ledger.prices import parse_prices
+from manylora_shared.ledger.row import shown
 from manylora_shared.ledger.usage import Query
 from manylora_shared.ledger_sinks.sqlite import SqliteSink
 
