@@ -36,6 +36,7 @@ pytestmark = [
 
 ADAPTERS = ("upper", "words", "json", "reverse")
 STORM_STREAMS = 48
+MOST_ROUNDS = 5  # on a slow machine the version is judged, and KV swapped, in a later one
 # Room for two adapters on the device and three in memory, and for the KV of some ten sequences.
 SCARCE = ("--num-blocks=64", "--sequence-slots=12", "--device-adapter-mb=1", "--host-adapter-mb=1.4", "--host-kv-mb=8")
 IMPATIENT = ("--interactive-queue-ms=1", "--standard-queue-ms=1")
@@ -148,6 +149,7 @@ async def test_a_real_prometheus_finds_all_that_boards_and_rules_name(tmp_path: 
                 for name in ADAPTERS:
                     await client.adapters.add(tenant, name, adapter_folder(name))
             with prometheus(cluster, tmp_path) as address:
+                began_s = time.time()
                 await client.adapters.add("acme", "upper", adapter_folder("reverse"))
                 await client.adapters.rollout("acme", "upper", to=2, auto=AutoRollout(steps=(50,), min_requests=10))
                 await traffic(client, 5.0)
@@ -157,12 +159,14 @@ async def test_a_real_prometheus_finds_all_that_boards_and_rules_name(tmp_path: 
                 cluster.children["worker-0"].kill()
                 await storming
                 await client.wait_until_serving(60.0)
-                await traffic(client, 3.0)
-                storming = asyncio.create_task(storm(client, 6.0))  # some of it is there when boards are looked at
-                await asyncio.sleep(3.0)
-                found = await asyncio.to_thread(look, address)
-                await storming
-    up, empty, rules, fired = found
+                for _ in range(MOST_ROUNDS):
+                    await traffic(client, 3.0)
+                    storming = asyncio.create_task(storm(client, 6.0))  # some of it is there when boards are looked at
+                    await asyncio.sleep(3.0)
+                    up, empty, rules, fired = await asyncio.to_thread(look, address, began_s)
+                    await storming
+                    if not empty:
+                        break
     assert len(up) == len(cluster.metrics_addresses)
     assert set(up.values()) == {"1"}, up
     assert not empty
@@ -172,13 +176,13 @@ async def test_a_real_prometheus_finds_all_that_boards_and_rules_name(tmp_path: 
     assert set(fired) <= {"ManyloraRolledBack"}
 
 
-def look(address: str) -> tuple[dict[str, str], list[str], dict[str, str], list[str]]:
-    """Who answers, which queries are without data, how rules do, and which alerts are on."""
+def look(address: str, began_s: float) -> tuple[dict[str, str], list[str], dict[str, str], list[str]]:
+    """Who answers, which queries had no data at any time, how rules do, and which alerts are on."""
     up = {each["metric"]["instance"]: each["value"][1] for each in ask(address, "query", query="up")["result"]}
     empty = []
     for query in queries():
         shown = query.replace("$__rate_interval", "30s").replace("$tenant", ".*")
-        if not ask(address, "query", query=shown)["result"]:
+        if not ask(address, "query_range", query=shown, start=f"{began_s}", end=f"{time.time()}", step="1")["result"]:
             empty.append(shown)
     groups = ask(address, "rules")["groups"]
     rules = {rule["name"]: rule["health"] for group in groups for rule in group["rules"]}
