@@ -74,7 +74,7 @@ sim: $(COMPILED) ## the whole cluster simulated under faults, on all cores: make
 	@$(BIN)/python -m pytest -q -n logical --dist worksteal tests/sim --sim-seeds $(SEEDS)
 
 mutants: $(STAMP) ## planted bugs: the simulation finds every one of them, on all cores
-	@$(BIN)/python -m pytest -q -n logical --dist worksteal -m mutants --show-capture=stdout tests/sim/test_mutants.py tests/sim/test_rollouts_sim.py tests/properties/test_overload_shares.py
+	@$(BIN)/python -m pytest -q -n logical --dist worksteal -m mutants --show-capture=stdout tests/sim/test_mutants.py tests/sim/test_handover_sim.py tests/sim/test_rollouts_sim.py tests/properties/test_overload_shares.py
 
 kernels: $(STAMP) ## the GPU's kernels on the CPU: Triton's in its interpreter, CUDA's as C++ (installs Triton)
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt triton

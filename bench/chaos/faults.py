@@ -161,7 +161,7 @@ async def _clocks_back(cluster: ChaosCluster) -> None:
 
 # A frozen worker is missed after 3 s, a silent leader after 2; then work goes on elsewhere.
 _LOST = Effect(pause_p95_s=5.0, calm_ttft_p95_ms=6_000)
-_SLOWED = Effect(calm_ttft_p95_ms=5_000)  # libfaketime makes services several times slower
+_SLOWED = Effect(pause_p95_s=5.0, calm_ttft_p95_ms=5_000)  # by libfaketime, whatever the clocks are
 _LEADERLESS = Effect(calm_ttft_p95_ms=5_000, new_leader=True)
 _ROUTER = Effect(pause_p95_s=6.0, calm_ttft_p95_ms=6_000, plain_codes=("UNAVAILABLE", "DEADLINE_EXCEEDED"))
 
@@ -202,6 +202,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("leader cut off", _LEADERLESS, _cut_leader, FROZEN_S, _mend, "networks"),
     Fault("adapters dropped", Effect(), _drop_adapters),
     Fault("prefixes dropped", Effect(), _drop_prefixes),
+    Fault("nothing (clocks can be set)", _SLOWED, _nothing, 6.0, needs="clocks"),
     Fault("clocks an hour on", _SLOWED, _clocks(3600), 6.0, _clocks_back, "clocks"),
     Fault("clocks an hour back", _SLOWED, _clocks(-3600), 6.0, _clocks_back, "clocks"),
 )

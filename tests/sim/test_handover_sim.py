@@ -34,6 +34,8 @@ END_S = 60.0
 SETTLED_S = 12.0
 """Longer than a worker's word is waited for."""
 KINDS = range(3)
+STOPS = range(0, 90, len(KINDS))
+"""Seeds that stop routers in order: there charges are known to the token. Some planted bugs show in one of six."""
 RETRY = RetryPolicy(max_attempts=60, budget_attempts=1e6, resume_s=1e6)
 """Time is virtual here, and the client's clock is not: it never gives up."""
 
@@ -277,7 +279,7 @@ def test_planted_bugs_are_found(
     monkeypatch.setattr(owner, attribute, make(getattr(owner, attribute)))
 
     def all_seeds() -> None:
-        for seed in range(9):
+        for seed in STOPS:
             play(seed)
 
     with pytest.raises((AssertionError, TimeoutError, ExceptionGroup)):
