@@ -43,6 +43,12 @@ def test_one_under_way_is_alone_where_another_may_be_begun_beside_it() -> None:
     assert flights.alone.num_prefill_tokens == 5
     submit(flights, scheduled())
     assert flights.alone is None
+    awaiting = Flights(AheadFakeRunner(num_blocks=4, block_size=4))
+    item = scheduled()
+    part = part_of(item)
+    part.mask_follows = True
+    awaiting.submit(StepBatch([chunk_of(item)]), Begun([part], BlockWork(), 1.0, QosClass.STANDARD))
+    assert awaiting.alone is None, "its masks are to be drawn by, not rested beside"
     one_at_a_time = Flights(FakeRunner(num_blocks=4, block_size=4))
     submit(one_at_a_time, scheduled())
     assert one_at_a_time.alone is None

@@ -77,6 +77,9 @@ class Over:
     def __init__(self, outcome: SequenceOf[Sampled] | Exception) -> None:
         self._outcome = outcome
 
+    def is_over(self) -> bool:
+        return True
+
     def result(self) -> SequenceOf[Sampled]:
         if isinstance(self._outcome, Exception):
             raise self._outcome
@@ -111,8 +114,11 @@ class Flights:
 
     @property
     def alone(self) -> Flight | None:
-        """The one under way, where another may be begun beside it."""
-        return self._flights[0] if self.run_ahead and len(self._flights) == 1 and not self.is_over else None
+        """The one that the runner computes, where another may be begun beside it; not where masks follow."""
+        if self._ahead is None or len(self._flights) != 1:
+            return None
+        (flight,) = self._flights
+        return flight if flight.undrawn is None and not flight.pending.is_over() else None
 
     def check(self) -> None:
         """Raises RunnerLost."""

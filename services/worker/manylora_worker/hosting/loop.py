@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 
 from manylora_worker.engine.core import EngineCore
@@ -25,21 +26,25 @@ class EngineLoop:
         self._failed_in_a_row = 0
         self._last_stats: EngineStats | None = None
         self._lead_s = 0.0  # what the beginning of a step took lately, at most, the thread's waking included
-        self._due_s = 0.0  # when the next one should begin
+        self._due_s = math.inf  # when a step that is put off should begin
 
     def rest_s(self) -> float:
-        """How long the next step may be put off without the device waiting for it. Who comes by then is in it."""
-        now = self._now()
-        ready_s = self._core.next_step_s()
-        self._due_s = now if ready_s is None else max(now, ready_s - self._lead_s - _SLACK_S)
-        return self._due_s - now
+        """How long the next step may be put off without the device waiting for it, as things are now; 0: not at all.
+        Who comes by then is in it.
+        """
+        now, ready_s = self._now(), self._core.next_step_s()
+        if ready_s is None or (due_s := ready_s - self._lead_s - _SLACK_S) <= now:
+            return 0.0
+        self._due_s = due_s
+        return due_s - now
 
     def begin(self, commands: Iterable[Command]) -> StepBatch | None:
+        due_s, self._due_s = min(self._due_s, self._now()), math.inf
         self._do(commands)
         batch = self._core.begin_step(self._now())
         if batch is not None:
             self._core.submit(batch, self._now())
-            self._lead_s = max(_LEAD_LEFT * self._lead_s, self._now() - self._due_s)
+            self._lead_s = max(_LEAD_LEFT * self._lead_s, self._now() - due_s)
         return batch
 
     def end(self) -> None:

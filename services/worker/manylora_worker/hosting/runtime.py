@@ -32,6 +32,7 @@ from manylora_worker.models.parts import ModelInfo
 _LOG = logging.getLogger(__name__)
 _JOIN_S = 10.0  # for the step under way; then the thread is left behind
 _FAILED_JOIN_S = 0.5
+_LOOK_AGAIN_S = 5e-4  # a step may end before it was expected to
 
 
 class Runtime(ABC):
@@ -160,11 +161,11 @@ class Mailbox:
             self._condition.wait_for(self._has_anything, timeout_s)
             self._is_asleep = False
 
-    def rest(self, timeout_s: float) -> None:
-        """Whatever comes, but for the end."""
-        if timeout_s > 0:
-            with self._condition:
-                self._condition.wait_for(lambda: self._is_stopping, timeout_s)
+    def rest(self, left_s: Callable[[], float]) -> None:
+        """Until nothing is left, which may be sooner than it was said, or until the end; whatever else comes waits."""
+        with self._condition:
+            while not self._is_stopping and (rest_s := left_s()) > 0:
+                self._condition.wait(min(rest_s, _LOOK_AGAIN_S))
 
     def progress(self) -> Progress:
         with self._condition:
@@ -255,7 +256,7 @@ class ThreadRuntime(Runtime):
     def _turn_until_stopped(self, engine: EngineLoop) -> None:
         core, mailbox = self._core, self._mailbox
         while True:
-            mailbox.rest(engine.rest_s())
+            mailbox.rest(engine.rest_s)
             commands, is_stopping = mailbox.take()
             if is_stopping:
                 engine.stop(commands)

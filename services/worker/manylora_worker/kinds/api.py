@@ -217,14 +217,14 @@ class ModelRunner(Protocol):
 
 
 class PendingStep(Protocol):
+    def is_over(self) -> bool:
+        """The runner is through with what it has of the step. Never blocks."""
+
     def result(self) -> Sequence[Sampled]:
         """Waits, and returns as ModelRunner.execute."""
 
 
 class AheadStep(PendingStep, Protocol):
-    def is_over(self) -> bool:
-        """The runner is through with what it has of the step. Never blocks."""
-
     def draw(self, masks: Mapping[int, bytes]) -> None:
         """Once, where masks follow, before `result` and the next step. masks: by sequence. Where one is missing, the
         token that is drawn means nothing.
