@@ -79,8 +79,9 @@ def test_a_mask_is_as_wide_as_the_vocabulary_also_where_32_divides_it() -> None:
         compiling.close()
 
 
-def test_tenants_take_turns() -> None:
+def test_tenants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that asks for many waits for itself."""
+    monkeypatch.setattr(compiler, "_COMPILE_THREADS", 1)  # of two, who took its turn first may end last
     begun, go_on = threading.Event(), threading.Event()
 
     def slow_words() -> Vocabulary:
@@ -103,7 +104,7 @@ def test_tenants_take_turns() -> None:
     for name, future in with_order.items():
         if name != "acme19":
             future.result(60)
-    assert {"zoo0", "zoo1"} <= set(order[:9]), order  # the first of acme's on each thread, and turns from there on
+    assert {"zoo0", "zoo1"} <= set(order[:6]), order  # behind the one that was cancelled and acme's first: turns
     assert order[0] == "acme19"
     compiling.close()
 
