@@ -11,6 +11,9 @@ FUZZ_EXAMPLES ?= 20
 CONSOLE_SHOTS ?=
 CHAOS ?=
 
+# For targets whose single tests may take longer than pyproject.toml's bound on a test that hangs.
+LONG_TESTS := -o faulthandler_timeout=0
+
 # What pytest runs by default (pyproject.toml), and the folders and files of pure modules' tests.
 DEFAULT := not gpu and not slow and not compose and not mutants and not kernels and not wide and not clients and not browser
 PURE := tests/properties tests/scheduler tests/worker/pure
@@ -65,7 +68,7 @@ oracle: $(STAMP) ## every model family through a running cluster, against transf
 	@$(BIN)/python -m pytest -q -m 'e2e and not slow' tests/e2e/test_oracle.py
 
 soak: $(STAMP) ## 64 streams over gRPC and HTTP, cancels, disconnects and adapter churn for ten minutes: make soak SOAK_SECONDS=600
-	@$(BIN)/python -m pytest -q -s -m slow tests/e2e/test_soak.py --soak-seconds $(SOAK_SECONDS)
+	@$(BIN)/python -m pytest $(LONG_TESTS) -q -s -m slow tests/e2e/test_soak.py --soak-seconds $(SOAK_SECONDS)
 
 chaos: $(COMPILED) ## kills, freezes, cuts and full disks under load, and what callers saw: make chaos CHAOS="killed,frozen"
 	@$(BIN)/python -m bench.chaos --only "$(CHAOS)"
@@ -88,10 +91,10 @@ fuzz-ports: $(STAMP) ## every route and RPC of a running cluster, by their schem
 	@$(BIN)/python -m pytest -q -m e2e tests/fuzz/test_ports.py --fuzz-examples $(FUZZ_EXAMPLES)
 
 fairness: $(STAMP) ## random schedules against the fairness bound: make fairness SCHEDULES=10000
-	@$(BIN)/python -m pytest -q -s tests/properties/test_fair_queue.py tests/properties/test_seam.py --fair-schedules $(SCHEDULES)
+	@$(BIN)/python -m pytest $(LONG_TESTS) -q -s tests/properties/test_fair_queue.py tests/properties/test_seam.py --fair-schedules $(SCHEDULES)
 
 shares: $(STAMP) ## shares of backlogged tenants, and overload that touches who causes it, through real services (most of an hour): make shares SHARE_SECONDS=60
-	@$(BIN)/python -m pytest -q -s -m e2e tests/e2e/test_fairness.py tests/e2e/test_overload_services.py --fairness-seconds $(SHARE_SECONDS)
+	@$(BIN)/python -m pytest $(LONG_TESTS) -q -s -m e2e tests/e2e/test_fairness.py tests/e2e/test_overload_services.py --fairness-seconds $(SHARE_SECONDS)
 
 NIGHTLY := fuzz fuzz-ports fairness mutants soak chaos shares
 
@@ -122,20 +125,20 @@ proto: $(STAMP) ## generate the stubs from protos/
 	@$(BIN)/python protos/generate.py
 
 schemas: $(STAMP) ## 500 generated schemas on a real model, at temperature 1: make schemas MODEL=folder
-	@MANYLORA_REAL_MODEL=$(MODEL) $(BIN)/python -m pytest -q -s -m slow tests/numerics/test_constrained_output.py
+	@MANYLORA_REAL_MODEL=$(MODEL) $(BIN)/python -m pytest $(LONG_TESTS) -q -s -m slow tests/numerics/test_constrained_output.py
 
 test-clients: $(STAMP) ## other people's clients against the real model: OpenAI's, Anthropic's, litellm, langchain, pydantic-ai, lm-eval, aiperf, vllm bench
 	@test -x .venv-clients/bin/lm_eval || { $(PYTHON) -m venv .venv-clients && .venv-clients/bin/pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt; }
 	@test -x .venv-aiperf/bin/aiperf || { $(PYTHON) -m venv .venv-aiperf && .venv-aiperf/bin/pip install --quiet --disable-pip-version-check aiperf==0.13.0; }
 	@test -x .venv-vllm/bin/vllm || { $(BIN)/python -m venv .venv-vllm && $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo .venv-vllm/lib/python3*/site-packages)/ours.pth && .venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/clients/vllm-bench.txt; }
-	@$(BIN)/python -m pytest -q -m clients tests/clients
+	@$(BIN)/python -m pytest $(LONG_TESTS) -q -m clients tests/clients
 
 test-console: $(STAMP) ## the console in a headless Chromium (apt install chromium): make test-console CONSOLE_SHOTS=folder
 	@$(BIN)/python -c 'import playwright' 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt playwright
 	@CONSOLE_SHOTS=$(CONSOLE_SHOTS) $(BIN)/python -m pytest -q -m browser tests/console
 
 compose-test: $(STAMP) ## build the images, run docker-compose.yml and check it from outside
-	@$(BIN)/python -m pytest -q -m compose tests/compose
+	@$(BIN)/python -m pytest $(LONG_TESTS) -q -m compose tests/compose
 
 clean: ## remove the virtual environment and what tools left
 	@rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -8,9 +8,11 @@ with each n-th of them, one marked `all_but_each_nth_seed(n)` with the others.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import Iterator
 
+import grpc.aio
 import pytest
 from manylora_shared.process import compiled
 
@@ -72,6 +74,16 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
         gc.collect()
         gc.freeze()
+        asyncio.run(_hold_grpc())
+
+
+async def _hold_grpc() -> None:
+    """Keeps gRPC's poller for as long as the tests run.
+
+    gRPC ends it with its last channel or server, and waits for its thread, though that one goes by a garbage
+    collection in the midst of another test. Such a wait was seen to have no end.
+    """
+    grpc.aio.init_grpc_aio()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
