@@ -3,6 +3,6 @@
 from typing import Literal
 
 ToolParser = Literal[
-    "auto", "none", "mistral", "mistral-list", "gemma", "function-gemma", "qwen-coder", "hermes", "llama"
+    "auto", "none", "gpt-oss", "mistral", "mistral-list", "gemma", "function-gemma", "qwen-coder", "hermes", "llama"
 ]
-ReasoningParser = Literal["auto", "none", "think", "mistral", "gemma"]
+ReasoningParser = Literal["auto", "none", "gpt-oss", "think", "mistral", "gemma"]

@@ -30,6 +30,9 @@ def test_reasoning_is_told_apart(prompt_end: str, answer: str, reasoning: str, t
         assert said(pieces) == text
 
 
+ROLE, ANALYSIS, FINAL = "<|start|>assistant", "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+
+
 def test_a_template_says_its_dialect() -> None:
     qwen = "{% if tools %}{# documents #}<tool_call>{{ m['tool_calls'] }}{{ '<think> tools' }}</think>{% endif %}"
     dialect = Dialect.of(qwen)
@@ -43,6 +46,10 @@ def test_a_template_says_its_dialect() -> None:
     assert Dialect.of("[TOOL_CALLS][ARGS]").family == FAMILIES["mistral"]
     assert Dialect.of("<tool_call>\n<function=").family == FAMILIES["qwen-coder"]
     assert Dialect.of("") == Dialect()
+    gpt_oss = Dialect.of("{{ '<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}")
+    assert (gpt_oss.family, gpt_oss.thinking) == (FAMILIES["gpt-oss"], THINKING["gpt-oss"])
+    assert {"<|channel|>", "<|message|>", "<|call|>"} <= set(gpt_oss.marks)
+    assert Dialect.of("<|user|>{{ m }}<|end|>") == Dialect(words=frozenset("m")), "of Phi"
     assert {"[TOOL_CALLS]", "[THINK]"} <= set(Dialect.of("[TOOL_CALLS][/THINK]").marks)
 
 
@@ -58,12 +65,17 @@ def test_a_template_says_its_dialect() -> None:
     ],
 )
 def test_an_answer_is_constrained_behind_its_reasoning(constraint: Constraint, text: str) -> None:
-    dialect, tokens = Dialect(None, THINKING["think"]), LLTokenizer("byte")
-    for prompt_end, answers in (
-        ("<think>\n", [f"hm</think>\n\n{text}"]),
-        ("", [f"<think>hm</think>{text}", text]),
-        ("<think>\n</think>\n", [text]),
+    tokens = LLTokenizer("byte")
+    end = f"<|end|>{ROLE}{FINAL}"
+    for thinking, prompt_end, answers in (
+        ("think", "<think>\n", [f"hm</think>\n\n{text}"]),
+        ("think", "", [f"<think>hm</think>{text}", text]),
+        ("think", "<think>\n</think>\n", [text]),
+        ("gpt-oss", ROLE, [f"{ANALYSIS}hm{end}{text}", f"{FINAL}{text}"]),
+        ("gpt-oss", f"{ROLE}{ANALYSIS}", [f"hm{end}{text}"]),
+        ("gpt-oss", f"{ROLE}{FINAL}It", [text]),
     ):
+        dialect = Dialect(None, THINKING[thinking])
         grammar = dialect.behind_reasoning(rule_of(constraint, "answer"), prompt_end, {}.get)
         assert refusal(Constraint.grammar(grammar)) is None
         for answer in answers:

@@ -80,7 +80,31 @@ WHOLE: list[tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = [
         [("f", {"a": "x, }", "o": {"k": [1, True, None]}})],
     ),
 ]  # fmt: skip
+FINAL, ANALYSIS, SAY = (f"<|channel|>{name}<|message|>" for name in ("final", "analysis", "commentary"))
+AGAIN = "<|end|><|start|>assistant"
+TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+WHOLE += [
+    ("gpt-oss", f"{FINAL}It is.\n", "It is.\n", []),
+    ("gpt-oss", f"{ANALYSIS}Hm.{AGAIN}{FINAL}It is.<|return|>", "It is.", []),
+    ("gpt-oss", f"{ANALYSIS}Hm.{AGAIN}{SAY}So {AGAIN}{TO_F}{json.dumps(ARGUMENTS)}<|call|>", "So", [("f", ARGUMENTS)]),
+    ("gpt-oss", f"{SAY}One.{AGAIN}{SAY}Two.{AGAIN}{FINAL}", "One.\n\nTwo.", []),
+    ("gpt-oss", " to=functions.f<|channel|>commentary json<|message|> {}<|call|>", "", [("f", {})]),
+    ("gpt-oss", f'{TO_F}{{"a": 1}}<|call|><|start|>assistant{TO_F}{{}}', "", [("f", {"a": 1}), ("f", {})]),
+    ("gpt-oss", "It goes on.<|return|>", "It goes on.", []),
+    ("gpt-oss", f"It goes on.{AGAIN}{TO_F}{{}}", "It goes on.", [("f", {})]),
+    ("gpt-oss", f"<|channel|>final <|constrain|>json<|message|>{{}}{AGAIN}", "{}", []),
+    ("gpt-oss", "<|channel|>fin", "", []),
+    ("gpt-oss", "to be, or", "to be, or", []),
+]  # fmt: skip
 BROKEN = [
+    ("gpt-oss", f'{TO_F}{{"a": oops}}<|call|>'),
+    ("gpt-oss", f'{TO_F}{{"a": "cut'),
+    ("gpt-oss", f"{TO_F}no<|end|>"),
+    ("gpt-oss", "<|channel|>commentary to=functions.nobody<|message|>{}<|call|>"),
+    ("gpt-oss", "<|start|>assistant to=browser.search<|channel|>analysis<|message|>{}<|call|>"),
+    ("gpt-oss", "<|channel|>" + "f" * 400),
+    ("gpt-oss", "<|channel|>" + " " * 257 + "<|message|>x"),
+    ("gpt-oss", "<|start|>user<|message|>and I?<|end|>"),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call> and so on'),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "cut'),
     ("hermes", '<tool_call>{"name": "nobody", "arguments": {}}</tool_call>'),
@@ -167,6 +191,7 @@ BITS = [
     *("<tool_call>", "</tool_call>", '{"name": "f", "arguments": ', "{}", '{"a": "b"}', "}", "[", "]", ",", ";", " "),
     *("[TOOL_CALLS]", "f", "[ARGS]", "<|python_tag|>", "f(a='x')", "<|tool_call>", "call:f{a:1}", "<tool_call|>", "x"),
     *("\n", "é", "<function=f>", "<parameter=a>", "</parameter>", "</function>"),
+    *("<|start|>", "assistant", "<|channel|>", "analysis", "final", " to=functions.f", "<|message|>", "<|end|>"),
     *("<think>", "</think>", "[THINK]", "[/THINK]", "1", '"', "\\"),
 ]  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from typing import Any
@@ -422,3 +423,42 @@ def test_both_shapes_are_the_same_to_a_template() -> None:
     serial = Fields({"tools": ANTHROPICS, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}})
     assert read_anthropic_tools(serial, dialect).most_calls == 1
     assert serial.found == []
+
+
+CHANNELS = "{% if tools %}<|channel|>analysis<|message|>{% endif %}{{ 'tool' }}{{ m.tool_calls }}{{ m.thinking }}"
+IN_CHANNELS = (
+    "<|channel|>analysis<|message|>Where?<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>'
+)
+
+
+async def test_an_answer_in_channels() -> None:
+    async with front_of(IN_CHANNELS, CHANNELS) as front, front.openai() as client:
+        ask = functools.partial(client.chat.completions.create, model="tiny", messages=HI, max_tokens=MOST)
+        answer: Any = await ask(tools=TOOLS)
+        chunks: Any = [chunk async for chunk in await ask(tools=TOOLS, stream=True)]
+        untold: Any = await ask()
+    message = answer.choices[0].message
+    assert (message.content, message.reasoning_content) == (None, "Where?")
+    assert [each.function.arguments for each in message.tool_calls] == ['{"city": "Paris"}']
+    assert answer.choices[0].finish_reason == "tool_calls"
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(each.function.arguments for d in deltas for each in d.tool_calls or ()) == '{"city": "Paris"}'
+    message = untold.choices[0].message
+    assert (message.content, message.reasoning_content) == (IN_CHANNELS.partition("<|end|>")[2], "Where?")
+
+
+async def test_a_conversation_reaches_a_template_of_channels() -> None:
+    """It takes one call a message, and reasoning or a text beside it."""
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+    said: Any = {"role": "assistant", "content": "I look.", "tool_calls": [call], "reasoning_content": "Where?"}
+    told = {"tool_calls": [{**call, "function": {"name": "weather", "arguments": {"city": "Paris"}}}]}
+    async with front_of("ok", CHANNELS) as front, front.openai() as client:
+        ask = functools.partial(client.chat.completions.create, model="tiny", max_tokens=4)
+        await ask(messages=[*HI, said])
+        assert (
+            prompt_of(front)
+            == f"user: hi\nassistant: {json.dumps({**told, 'thinking': 'Where?' + chr(10) * 2 + 'I look.'})}\n"
+        )
+        with pytest.raises(openai.BadRequestError, match="several calls in one message"):
+            await ask(messages=[*HI, {**said, "tool_calls": [call, {**call, "id": "c2"}]}])

@@ -20,9 +20,11 @@ from manylora_shared.constraints.constraint import Constraint, ConstraintKind
 from manylora_shared.constraints.grammar import LIMITS, grammar_of, refusal, rule_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-END = "<|end|>"
+END = "<|endoftext|>"
+ROLE = "<|start|>assistant"
+AGAIN = f"<|end|>{ROLE}"
 LONG, LONGEST = 120, 6000  # tokens of a walk, after which it looks for its end, and which it never has
-CLOSING = ['"', '"', '"', "}", "}", "]", "</think>", "</parameter>", ">", "<", ",", ":", "1", "\n", "a"]
+CLOSING = ['"', '"', '"', "}", "}", "]", "</think>", "</parameter>", ">", "<", ",", ":", "1", "\n", "a", AGAIN]
 CLOSING += [each.closing for each in FAMILIES.values() if each.closing]  # of calls that are not strict
 
 PLACE: dict[str, Any] = {

@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
+from manylora_router.dialect.channels import ANALYSIS, CHANNEL_MARKS, FINAL, ROLE, channels, said
 from manylora_router.dialect.grammars import FAMILIES, Family, Functions
 from manylora_router.dialect.pieces import Output, Piece, Stream, all_text, until
 from manylora_router.dialect.writing import Marks, TokenOf, calls, text_and_calls
@@ -23,14 +24,28 @@ _WORD = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)"|(\w+)""", re.DOTA
 class Thinking:
     begin: str
     end: str
+    # of answers in messages: what stands behind the reasoning's, and the head of one that is no call
+    role: str = ""
+    head: str = ""
+
+    def is_in(self, template: str) -> bool:
+        return (self.begin if self.head else self.end) in template
+
+    def may_follow(self, prompt_end: str) -> bool:
+        """The answer may begin with reasoning, or has begun with it."""
+        if self.head:
+            return _ends(prompt_end, self.role) or _ends(prompt_end, self.begin)
+        return not _ends(prompt_end, self.end)
 
 
+# in the order in which a template is looked at
 THINKING: Mapping[str, Thinking] = {
+    "gpt-oss": Thinking(ANALYSIS, "<|end|>", ROLE, FINAL),
     "mistral": Thinking("[THINK]", "[/THINK]"),
     "gemma": Thinking("<|channel>thought\n", "<channel|>"),
     "think": Thinking("<think>", "</think>"),
 }
-_CHANNELS = ("<|channel>",)  # the token of Gemma's mark
+_CHANNELS = ("<|channel>", *CHANNEL_MARKS)  # tokens in Gemma's mark, and in those of gpt-oss
 
 
 @dataclass(frozen=True)
@@ -47,13 +62,18 @@ class Dialect:
         if tool_parser == AUTO:
             family = next((each for each in FAMILIES.values() if any(sign in template for sign in each.signs)), None)
         if reasoning_parser == AUTO:
-            known = THINKING.values()
-            thinking = next((each for each in known if each.end in template), None)
+            thinking = next((each for each in THINKING.values() if each.is_in(template)), None)
         return cls(family, thinking, words_of(template))
 
     @property
     def takes_tools(self) -> bool:
         return "tools" in self.words
+
+    @property
+    def has_channels(self) -> bool:
+        """Answers are messages, each of a channel."""
+        family, thinking = self.family, self.thinking
+        return (family is not None and family.has_channels) or (thinking is not None and thinking.head != "")
 
     @property
     def marks(self) -> Sequence[str]:
@@ -70,6 +90,9 @@ class Dialect:
         """
         out, stream = Output(most_calls), Stream()
         family = self.family if functions else None
+        if self.thinking is not None and self.thinking.head:
+            read = functions if family is not None and family.has_channels else {}
+            return AnswerReader(stream, out, channels(stream, out, read, prompt_end))
         return AnswerReader(stream, out, _answer(stream, out, self.thinking, prompt_end, family, functions))
 
     def calls_grammar(
@@ -83,8 +106,8 @@ class Dialect:
         assert self.family is not None, "calls are read"
         marks = Marks(self.marks, token_of)
         rules = calls(self.family.writing, functions, marks, is_one=is_one)
-        start = self._start("(answer | calls)" if answer else "calls", prompt_end, marks)
-        return "\n".join([*start, *rules, answer])
+        rule = f"({self._headed('answer', prompt_end, marks)} | calls)" if answer else "calls"
+        return "\n".join([*self._start(rule, prompt_end, marks), *rules, answer])
 
     def strict_grammar(
         self, functions: Functions, strict: Collection[str], prompt_end: str, token_of: TokenOf, *, is_one: bool
@@ -93,27 +116,36 @@ class Dialect:
         `calls_grammar` else.
         """
         assert self.family is not None, "calls are read"
-        assert self.family.opening is not None, "it is refused"
         marks = Marks(self.marks, token_of)
         free = {name: self.family.closing for name in functions if name not in strict}
+        if self.family.has_channels:
+            is_begun = self.thinking is not None and not self.reasons(prompt_end)
+            rules = said(functions, marks, is_one=is_one, free=free, is_begun=is_begun)
+            return "\n".join([*self._start("said", prompt_end, marks), *rules])
+        assert self.family.opening is not None, "it is refused"
         rules = text_and_calls(self.family.writing, self.family.opening, functions, marks, is_one=is_one, free=free)
         return "\n".join([*self._start("said", prompt_end, marks), *rules])
 
     def reasons(self, prompt_end: str) -> bool:
         """An answer may begin with reasoning."""
-        return self.thinking is not None and not prompt_end.rstrip().endswith(self.thinking.end)
+        return self.thinking is not None and self.thinking.may_follow(prompt_end)
 
     def behind_reasoning(self, rule: str, prompt_end: str, token_of: TokenOf) -> str:
         """rule: what the answer must be, of the name `answer`, in Lark."""
-        return "\n".join([*self._start("answer", prompt_end, Marks(self.marks, token_of)), rule])
+        marks = Marks(self.marks, token_of)
+        return "\n".join([*self._start(self._headed("answer", prompt_end, marks), prompt_end, marks), rule])
+
+    def _headed(self, rule: str, prompt_end: str, marks: Marks) -> str:
+        has_head = self.thinking is not None and self.thinking.head and self.reasons(prompt_end)
+        return f"{marks.lark(FINAL)} {rule}" if has_head else rule
 
     def _start(self, rule: str, prompt_end: str, marks: Marks) -> list[str]:
         """With the reasoning before the rule."""
         thinking = self.thinking
         if thinking is None or not self.reasons(prompt_end):
             return [f"start: {rule}"]
-        thought = "thought SPACE?"
-        if not prompt_end.rstrip().endswith(thinking.begin.rstrip()):
+        thought = f"thought {marks.lark(thinking.role)}" if thinking.role else "thought SPACE?"
+        if not _ends(prompt_end, thinking.begin):
             thought = f"({marks.lark(thinking.begin)} {thought})?"
         return [f"start: {thought} {rule}", "SPACE: /\\s{1,4}/", *marks.text_to("thought", thinking.end)]
 
@@ -154,7 +186,7 @@ def _answer(
     functions: Functions,
 ) -> Generator[None]:
     if thinking is not None:
-        is_inside = prompt_end.rstrip().endswith(thinking.begin.rstrip())
+        is_inside = _ends(prompt_end, thinking.begin)
         if not is_inside:
             at = yield from stream.after_space(0)
             if is_inside := (yield from stream.has(thinking.begin, at)):
@@ -169,6 +201,10 @@ def _answer(
         yield from family.grammar(stream, out, functions)
     else:
         yield from all_text(stream, out)
+
+
+def _ends(prompt_end: str, mark: str) -> bool:
+    return prompt_end.rstrip().endswith(mark.rstrip())
 
 
 def words_of(template: str) -> frozenset[str]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 from manylora_router.dialect import literals
+from manylora_router.dialect.channels import CHANNEL_MARKS, CHANNEL_WRITING, channels
 from manylora_router.dialect.json_calls import arguments, json_call, json_calls
 from manylora_router.dialect.literals import NotReadable
 from manylora_router.dialect.marked_arguments import marked_arguments
@@ -36,16 +37,23 @@ class Family:
     marks: Sequence[str] = ()  # tokens of the answer that the grammar reads, special though they may be
     id_prefix: str = "call_"
     id_chars: int = 24  # Mistral's templates take no other ids than of nine characters
+    has_channels: bool = False  # an answer without calls has a form too
 
     @property
     def opening(self) -> str | None:
         """The mark that begins a call, as nothing else does; None: there is none."""
-        return next((each for each in self.marks if (self.writing.begin or self.writing.head).startswith(each)), None)
+        marks = () if self.has_channels else self.marks
+        return next((each for each in marks if (self.writing.begin or self.writing.head).startswith(each)), None)
 
     @property
     def closing(self) -> str:
         """The mark that ends a call; empty: there is none."""
         return next((each for each in self.marks if self.writing.tail.endswith(each)), "")
+
+    @property
+    def may_be_strict(self) -> bool:
+        """What is a call, and what is none, is told apart as the answer is written."""
+        return self.opening is not None or self.has_channels
 
 
 def hermes(stream: Stream, out: Output, functions: Functions) -> Generator[None]:
@@ -198,6 +206,7 @@ def _gemma_writing(begin: str, end: str, quote: str) -> Writing:
 
 # in the order in which a template is looked at
 FAMILIES: Mapping[str, Family] = {
+    "gpt-oss": Family(channels, CHANNEL_WRITING, ["<|channel|>analysis"], CHANNEL_MARKS, has_channels=True),
     "mistral": Family(
         mistral, Writing("[TOOL_CALLS]NAME[ARGS]", "", between=""), ["[ARGS]"], _MISTRAL, id_prefix="", id_chars=9
     ),

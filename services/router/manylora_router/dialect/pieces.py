@@ -140,14 +140,17 @@ class Output:
         return shown
 
 
-def until(stream: Stream, give: Callable[[str], None], marker: str) -> Waiting:
-    """Gives the text before `marker`, which then begins the stream; False: there is none, and the text is over."""
+def until(stream: Stream, give: Callable[[str], None], *markers: str) -> Waiting:
+    """Gives the text before the first of `markers`, which then begins the stream; False: there is none, and the text
+    is over.
+    """
     while True:
-        found = stream.text.find(marker)
+        found = min((at for marker in markers if (at := stream.text.find(marker)) >= 0), default=-1)
         if found >= 0:
             give(stream.take(found))
             return True
-        give(stream.take(len(stream.text) - (0 if stream.is_over else _begun(stream.text, marker))))
+        begun = 0 if stream.is_over else max(_begun(stream.text, marker) for marker in markers)
+        give(stream.take(len(stream.text) - begun))
         if stream.is_over:
             return False
         yield

@@ -100,7 +100,7 @@ def _prompt(fields: Fields, dialect: Dialect) -> tuple[ChatPrompt, Tools]:
         found.say("system", system)
     for message in each_of(fields, "messages"):
         _read_message(message, found)
-    found.check(fields, "messages", dialect)
+    found.fit(fields, "messages", dialect)
     tools = read_anthropic_tools(fields, dialect)
     kwargs = _thinking(fields, dialect)
     for name, neutral in NOT_BUILT:

@@ -45,12 +45,29 @@ class Conversation:
     def _tell(self, **members: Any) -> None:
         self.more.setdefault(len(self.messages) - 1, {}).update(members)
 
-    def check(self, fields: Fields, name: str, dialect: Dialect) -> None:
-        """That the template reads all of it."""
+    def fit(self, fields: Fields, name: str, dialect: Dialect) -> None:
+        """To the template, which must read all of it."""
         if any(role == "tool" for role, _ in self.messages) and "tool" not in dialect.words:
             fields.wrong(name, "has results of tools, which the model's chat template does not take")
         if any("tool_calls" in more for more in self.more.values()) and "tool_calls" not in dialect.words:
             fields.wrong(name, "has calls of tools, which the model's chat template does not take")
+        if dialect.has_channels:
+            if any(len(more.get("tool_calls", ())) > 1 for more in self.more.values()):
+                fields.wrong(
+                    name, "has several calls in one message, of which this model's chat template reads the first"
+                )
+            self._think()
+
+    def _think(self) -> None:
+        """For templates of gpt-oss: reasoning is `thinking`, and a message with a call has it or a text, not both."""
+        for index, more in self.more.items():
+            if "reasoning_content" not in more:
+                continue
+            role, text = self.messages[index]
+            thinking = more.pop("reasoning_content")
+            if text and "tool_calls" in more:
+                thinking, self.messages[index] = f"{thinking}\n\n{text}", (role, "")
+            more["thinking"] = thinking
 
     def prompt(self, **more: Any) -> ChatPrompt:
         return ChatPrompt(self.messages, more=self.more, **more)
@@ -62,7 +79,7 @@ def read_messages(fields: Fields, dialect: Dialect) -> Conversation:
     for message in each_of(fields, "messages"):
         message.ignore(*_IGNORED)
         read_message(message, found)
-    found.check(fields, "messages", dialect)
+    found.fit(fields, "messages", dialect)
     return found
 
 

@@ -155,7 +155,7 @@ def _conversation(fields: Fields, instructions: str, dialect: Dialect) -> Conver
                 item.wrong("type", "is none that is read here")
                 break
         thoughts = []
-    found.check(fields, "input", dialect)
+    found.fit(fields, "input", dialect)
     return found
 
 

@@ -91,7 +91,7 @@ class Reading:
     @property
     def _may_call(self) -> bool:
         family = self.dialect.family
-        return bool(self.tools.functions) and family is not None and family.opening is not None
+        return bool(self.tools.functions) and family is not None and family.may_be_strict
 
     def _behind_reasoning(self, constraint: Constraint, prompt_token_ids: Sequence[int]) -> Constraint:
         end = self._end_of(prompt_token_ids)
@@ -186,7 +186,7 @@ class _Strictness:
 
     def __init__(self, dialect: Dialect, *, is_auto: bool) -> None:
         self._is_auto = is_auto
-        self._is_kept = dialect.family is None or dialect.family.opening is not None
+        self._is_kept = dialect.family is None or dialect.family.may_be_strict
         self.strict: list[str] = []
 
     def read(self, function: Fields) -> None:
