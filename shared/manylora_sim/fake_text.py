@@ -25,13 +25,18 @@ class FakeDetokenizer:
         return self._decoder.decode(b"", True)
 
 
+_REASONING = ("reasoning_effort", "enable_thinking")
+
+
 class FakeText:
     has_text = True
     num_threads = 1
     end_token_ids: Sequence[int] = ()
 
     def __init__(self, *, first_byte_id: int = 3, chat_template: str = "") -> None:
-        """`chat_template`: what it says of tools counts. Their names are rendered, and messages' further members."""
+        """`chat_template`: what it says of tools and reasoning counts. Names of tools are rendered, the effort of
+        reasoning, and messages' further members.
+        """
         self._first_byte_id = first_byte_id
         self.chat_template = chat_template
 
@@ -52,6 +57,7 @@ class FakeText:
         more: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
     ) -> Sequence[int]:
         lines = [f"tool {tool['function']['name']}" for tool in tools]
+        lines += [f"{name}: {value}" for name, value in template_kwargs.items() if name in _REASONING]
         for index, (role, content) in enumerate(messages):
             lines.append(f"{role}: {content}" + (json.dumps(more[index]) if index in more else ""))
         text = "".join(f"{line}\n" for line in lines)

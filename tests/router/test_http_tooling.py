@@ -462,3 +462,33 @@ async def test_a_conversation_reaches_a_template_of_channels() -> None:
         )
         with pytest.raises(openai.BadRequestError, match="several calls in one message"):
             await ask(messages=[*HI, {**said, "tool_calls": [call, {**call, "id": "c2"}]}])
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "line"),
+    [
+        ("{{ reasoning_effort }}", "low", "reasoning_effort: low\n"),
+        ("{{ enable_thinking }}", "low", "enable_thinking: True\n"),
+        ("{{ enable_thinking }}", "none", "enable_thinking: False\n"),
+        ("{{ messages }}", "none", ""),
+        ("{{ messages }}", "low", None),
+        ("{{ reasoning_effort }}", "much", None),
+    ],
+)
+async def test_an_effort_is_what_the_template_reads(template: str, effort: Any, line: str | None) -> None:
+    async with front_of("ok", template) as front, front.openai() as client:
+        chat = functools.partial(client.chat.completions.create, model="tiny", messages=HI, max_tokens=4)
+        respond = functools.partial(client.responses.create, model="tiny", input="hi", max_output_tokens=4)
+        if line is None:
+            with pytest.raises(openai.BadRequestError, match=r"reasoning_effort: (is not supported|must be one of)"):
+                await chat(reasoning_effort=effort)
+            with pytest.raises(openai.BadRequestError, match=r"reasoning\.effort: (is not supported|must be one of)"):
+                await respond(reasoning={"effort": effort})
+            return
+        await chat(reasoning_effort=effort)
+        answer = await respond(reasoning={"effort": effort})
+        assert answer.reasoning is not None
+        assert answer.reasoning.effort == effort
+        executed = [request for worker in front.cluster.workers for request in worker.executed]
+        prompts = {bytes(token_id - 3 for token_id in each.prompt_token_ids).decode() for each in executed}
+        assert prompts == {f"{line}user: hi\n"}

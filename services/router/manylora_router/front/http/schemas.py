@@ -13,6 +13,7 @@ from manylora_shared.sampling import MAX_TOP_LOGPROBS, PARAMETERS, Kind, Paramet
 
 from manylora_router.front.http.api import asked, chat, messages, responses
 from manylora_router.front.http.api.completions import MAX_PROMPTS
+from manylora_router.front.http.api.prompts import EFFORT, EFFORTS
 from manylora_router.front.http.api.tooling import MAX_TOOLS, NEUTRAL_OF_TOOLS, UNUSED_OF_TOOLS
 from manylora_router.guard.admission import (
     MAX_CHAT_MESSAGES,
@@ -171,6 +172,7 @@ def _said(*kinds: str) -> Schema:
     return {"anyOf": [_TEXT, _list(_parts(*kinds), MAX_CHAT_MESSAGES)]}
 
 
+_EFFORT = {"enum": [*EFFORTS, None]}
 _FUNCTION = closed({"name": {"type": "string"}, "arguments": {"type": "string"}}, ("name",))
 _CALL = closed({"id": _TEXT, "type": _only("function"), "index": _ANY, "function": _FUNCTION}, ("function",))
 _SPOKEN = {
@@ -207,6 +209,7 @@ CHAT = closed(
         "top_logprobs": _LOGPROBS,
         "prompt_logprobs": _LOGPROBS,
         "include_reasoning": _FLAG,
+        EFFORT: _EFFORT,
         **_not_built(chat.NOT_BUILT),
     },
     ("messages",),
@@ -229,6 +232,7 @@ RESPONSE = closed(
         "instructions": _TEXT,
         "max_output_tokens": _integer(1),
         "text": _optional(closed({"format": _format(is_flat=True), "verbosity": _ANY})),
+        "reasoning": _optional(closed({"effort": _EFFORT, **_harmless(("summary", "generate_summary"))})),
         "tools": _optional(_list(_FLAT_TOOL, MAX_TOOLS)),
         **_ASKED_TOOLS,
         **_not_built(responses.NOT_BUILT),

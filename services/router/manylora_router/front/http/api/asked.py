@@ -56,7 +56,6 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "cache_salt": (),
     "return_token_offsets": (False,),
     "thinking_token_budget": (),
-    "reasoning_effort": ("none",),
 }
 _COUNTS = ("top_logprobs", "prompt_logprobs")  # that endpoints name in their own ways
 

@@ -13,7 +13,7 @@ from manylora_router.front.http.api import asked
 from manylora_router.front.http.api.answers import Answering, Choice, Door, Opened
 from manylora_router.front.http.api.asked import Form
 from manylora_router.front.http.api.logprobs import Logprobs
-from manylora_router.front.http.api.prompts import chat_prompt
+from manylora_router.front.http.api.prompts import EFFORT, chat_prompt, read_effort
 from manylora_router.front.http.api.tooling import Reading, read_tools
 from manylora_router.front.http.exchange import Exchange
 from manylora_router.front.http.fields import Fields
@@ -55,6 +55,8 @@ def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[RequestInput,
     form = replace(form, prompt_logprobs=asked.read_prompt_logprobs(fields, form))
     tools = read_tools(fields, door.dialect)
     prompt = chat_prompt(fields, door.dialect, tools)
+    if effort := read_effort(fields, EFFORT, door.dialect):
+        prompt = replace(prompt, template_kwargs={**effort, **prompt.template_kwargs})
     reading = Reading(
         door.dialect, tools, door.text, exchange.request_id, tells_reasoning=fields.flag("include_reasoning", True)
     )

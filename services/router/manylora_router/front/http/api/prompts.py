@@ -11,6 +11,9 @@ from manylora_router.front.http.api.tooling import Tools, read_calls
 from manylora_router.front.http.fields import Fields
 from manylora_router.guard.admission import MAX_CHAT_MESSAGES, ChatPrompt
 
+EFFORT = "reasoning_effort"
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+_SWITCH = "enable_thinking"
 _ROLES = {"developer": "system"}  # what OpenAI calls it now; templates know the older word
 # of a message: of no meaning to a model
 _IGNORED = ("refusal", "annotations")
@@ -130,6 +133,22 @@ def chat_prompt(fields: Fields, dialect: Dialect, tools: Tools) -> ChatPrompt:
         add_generation_prompt=fields.flag("add_generation_prompt") if opens is not None else None,
         template_kwargs=fields.members_of("chat_template_kwargs"),
     )
+
+
+def read_effort(fields: Fields, name: str, dialect: Dialect) -> dict[str, Any]:
+    """How much is to be thought, as a variable of the model's chat template."""
+    effort = fields.text(name)
+    if not effort:
+        return {}
+    if effort not in EFFORTS:
+        fields.wrong(name, f"must be one of {', '.join(EFFORTS)}")
+    elif EFFORT in dialect.words:
+        return {EFFORT: effort}
+    elif _SWITCH in dialect.words:
+        return {_SWITCH: effort != "none"}
+    elif effort != "none":
+        fields.wrong(name, "is not supported, except as none: the model's chat template knows no reasoning")
+    return {}
 
 
 def read_text(fields: Fields, name: str, kinds: Collection[str] = ("text",)) -> str:

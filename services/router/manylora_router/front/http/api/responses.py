@@ -16,7 +16,7 @@ from manylora_router.front.http.api import asked
 from manylora_router.front.http.api.answers import Door, resumed_part
 from manylora_router.front.http.api.asked import Form
 from manylora_router.front.http.api.constraints import read_format
-from manylora_router.front.http.api.prompts import Conversation, each_of, read_message, read_text
+from manylora_router.front.http.api.prompts import Conversation, each_of, read_effort, read_message, read_text
 from manylora_router.front.http.api.telling import Told, event, tell
 from manylora_router.front.http.api.tooling import Reading, read_arguments, read_tools
 from manylora_router.front.http.exchange import Exchange
@@ -29,7 +29,6 @@ NOT_BUILT: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("background", (False,)),
     ("prompt", ()),
     ("include", ([],)),
-    ("reasoning", ({}, {"effort": None}, {"effort": "none"})),
     ("top_logprobs", (0,)),
     ("truncation", ("disabled",)),
     ("context_management", ([],)),
@@ -96,6 +95,11 @@ def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[RequestInput,
     told_format, constraint = text.peek("format"), read_format(text, "format")
     text.ignore("verbosity")
     text.close()
+    thinking = fields.inner("reasoning")
+    effort = thinking.peek("effort")
+    kwargs = read_effort(thinking, "effort", door.dialect)
+    thinking.ignore("summary", "generate_summary")
+    thinking.close()
     metadata = fields.members_of("metadata")
     for name, neutral in NOT_BUILT:
         fields.only(name, *neutral)
@@ -110,12 +114,15 @@ def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[RequestInput,
         "instructions": instructions or None,
         "metadata": metadata,
         "max_output_tokens": max_tokens,
+        "reasoning": {"effort": effort, "summary": None},
         "parallel_tool_calls": tools.most_calls is None,
         "tool_choice": fields.peek("tool_choice") or "auto",
         "tools": [{"strict": None, "description": None, **tool} for tool in fields.peek("tools") or ()],
     }
     request = reading.asked(
-        replace(request, n=1, constraint=constraint), conversation.prompt(tools=tools.offered), "text.format"
+        replace(request, n=1, constraint=constraint),
+        conversation.prompt(tools=tools.offered, template_kwargs=kwargs),
+        "text.format",
     )
     if constraint is not None:
         said["text"] = {"format": told_format}
