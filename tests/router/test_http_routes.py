@@ -29,7 +29,10 @@ async def test_other_paths_and_methods() -> None:
             await client.get("/nowhere", cast_to=dict)
         with pytest.raises(openai.APIStatusError) as refused:
             await client.get("/completions", cast_to=dict)
-        assert refused.value.status_code == 405
+        assert (refused.value.status_code, refused.value.response.headers["allow"]) == (405, "POST")
+        with pytest.raises(openai.APIStatusError) as refused:
+            await client.post("/models", cast_to=dict)
+        assert (refused.value.status_code, refused.value.response.headers["allow"]) == (405, "GET, HEAD")
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from manylora_shared.errors import Code, ManyloraError, retry_after_header
+from manylora_shared.errors import Code, HttpError, InvalidRequest, ManyloraError, retry_after_header, shown
 from manylora_shared.tenancy.quota import QuotaLevel
 
 _ROUTERS_NAMES = (
@@ -25,6 +25,14 @@ _RETRIED = (Code.RESOURCE_EXHAUSTED, Code.FAILED_PRECONDITION)  # by clients, fr
 
 
 Names = Mapping[str, str]  # what this caller calls a field, by what the router calls it
+
+
+class MethodNotAllowed(InvalidRequest):
+    own_http = HttpError(405, "invalid_request_error")
+
+    def __init__(self, path: str, allowed: Sequence[str]) -> None:
+        super().__init__(f"{shown(path)} takes {' or '.join(allowed)}")
+        self.allowed = allowed
 
 
 class ErrorForm:
@@ -59,6 +67,8 @@ def headers(error: ManyloraError) -> dict[str, str]:
             told[f"x-ratelimit-reset-{_kind(breach.quota)}"] = _duration(error.retry_after_s)
     if error.code is Code.UNAUTHENTICATED:
         told["www-authenticate"] = "Bearer"
+    if isinstance(error, MethodNotAllowed):
+        told["allow"] = ", ".join([*error.allowed, *(["HEAD"] if "GET" in error.allowed else [])])
     return told
 
 

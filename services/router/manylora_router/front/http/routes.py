@@ -10,8 +10,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 
 from manylora_shared.errors import (
-    HttpError,
-    InvalidRequest,
     ManyloraError,
     NotFound,
     ServiceUnavailable,
@@ -35,6 +33,7 @@ from manylora_router.front.http.api.messages import AnthropicErrors, count_token
 from manylora_router.front.http.api.responses import respond
 from manylora_router.front.http.bodies import BodyRoom
 from manylora_router.front.http.console import data, files
+from manylora_router.front.http.errors import MethodNotAllowed
 from manylora_router.front.http.exchange import Exchange, Gone, Message, Receive, Send
 from manylora_router.guard import rules
 
@@ -76,10 +75,6 @@ _OWN: Mapping[str, Mapping[str, Handler]] = {  # in the caller's own name
     data.REQUEST: {"GET": data.one_request},
     "/metrics": {"GET": metrics},
 }
-
-
-class MethodNotAllowed(InvalidRequest):
-    own_http = HttpError(405, "invalid_request_error")
 
 
 def names() -> list[str]:
@@ -139,7 +134,7 @@ class Routes:
     async def _handle(self, exchange: Exchange, method: str, handlers: Mapping[str, Handler]) -> None:
         handler = handlers.get(_read_as(method))
         if handler is None:
-            raise MethodNotAllowed(f"{shown(exchange.path)} takes {' or '.join(handlers)}")
+            raise MethodNotAllowed(exchange.path, [*handlers])
         await handler(exchange, self._door)
 
     def _guarded(self, exchange: Exchange, path: str, method: str) -> Mapping[str, Handler]:
