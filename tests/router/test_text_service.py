@@ -200,6 +200,23 @@ async def test_a_template_that_drops_the_final_message_is_told() -> None:
     await service.close()
 
 
+async def test_a_message_that_a_template_leaves_out_is_told() -> None:
+    some = "{% if m.role == 'user' or loop.first %}<|{{ m.role }}|>{{ m.content | trim }}{% endif %}"
+    template = f"{{% for m in messages %}}{some}{{% endfor %}}"
+    service = HfTextService(wrapped(byte_level(), chat_template=template))
+    for role, name in (("system", "'system'"), ("usr", "'usr'")):
+        assert await service.encode_chat([(role, " be kind "), ("user", "hi")])
+        assert await service.encode_chat([("user", "hi"), (role, " ")])
+        with pytest.raises(InvalidRequest, match=f"leaves out this message of {name}") as raised:
+            await service.encode_chat([("user", "hi"), (role, "be kind")])
+        assert raised.value.violations[0].field == "prompt.chat.messages[1].role"
+    later = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}{{ messages[0].content }}"
+    assert await HfTextService(wrapped(byte_level(), chat_template=later)).encode_chat(
+        [("system", "be"), ("user", "x")]
+    )
+    await service.close()
+
+
 async def test_a_templates_variables() -> None:
     template = "{% if enable_thinking is false %}no{% endif %}{{ budget }}{{ words | join('+') }}{{ eos_token }}"
     tokenizer = wrapped(byte_level(), chat_template=template)

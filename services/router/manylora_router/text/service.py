@@ -18,6 +18,7 @@ from manylora_router.text.detokenizer import Detokenizer, WindowDetokenizer
 
 _T = TypeVar("_T")
 _CACHED_TOKENS = 1 << 16
+_TOLD_OTHERWISE = frozenset(("user", "assistant", "tool"))
 _MAX_TEMPLATE_WORDS = 512  # characters of what a template says when it refuses
 NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 NO_MORE: Mapping[int, Mapping[str, Any]] = MappingProxyType({})
@@ -305,7 +306,26 @@ class HfTextService:
             raise InvalidRequest.of(
                 "prompt.chat", f"the model's chat template refuses it: {words[:_MAX_TEMPLATE_WORDS]}"
             ) from e
+        _check_all_rendered(conversation, text)
         return self._encode(text, False)
+
+
+def _check_all_rendered(conversation: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Templates leave out messages of roles that they do not know, without a word, and some a system's that is not the
+    first. What assistants and tools said they may write otherwise. Raises InvalidRequest.
+    """
+    behind = 0
+    for index, message in enumerate(conversation):
+        if message["role"] in _TOLD_OTHERWISE:
+            continue
+        content = message["content"].strip()
+        at = text.find(content, behind)
+        if at < 0 and (at := text.find(content)) < 0:
+            field = f"prompt.chat.messages[{index}].role"
+            raise InvalidRequest.of(
+                field, f"the model's chat template leaves out this message of {shown(message['role'])}"
+            )
+        behind = at + len(content)
 
 
 def _decode_function(tokenizer: Any, *, skip_special_tokens: bool) -> Callable[[Sequence[int]], str]:
