@@ -211,10 +211,10 @@ async def test_a_message_that_a_template_leaves_out_is_told() -> None:
             await service.encode_chat([("user", "hi"), (role, "be kind")])
         assert raised.value.violations[0].field == "prompt.chat.messages[1].role"
     later = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}{{ messages[0].content }}"
-    assert await HfTextService(wrapped(byte_level(), chat_template=later)).encode_chat(
-        [("system", "be"), ("user", "x")]
-    )
-    await service.close()
+    other = HfTextService(wrapped(byte_level(), chat_template=later))
+    assert await other.encode_chat([("system", "be"), ("user", "x")])
+    for each in (service, other):
+        await each.close()
 
 
 async def test_a_templates_variables() -> None:
