@@ -28,6 +28,20 @@ def test_a_config_without_a_size_is_refused_by_its_name() -> None:
         shape_of({name: value for name, value in LLAMA.items() if name != "vocab_size"}, "folder")
 
 
+@pytest.mark.parametrize(
+    ("field", "says"),
+    [
+        ("num_experts", "a mixture of experts"),
+        ("linear_num_value_heads", "gated delta nets"),
+        ("global_head_dim", "heads that differ"),
+    ],
+)
+def test_what_is_no_dense_model_is_refused_by_its_name(field: str, says: str) -> None:
+    """The text part's fields count."""
+    with pytest.raises(CannotPlan, match=f"folder: some_text: {says}.*: not planned for"):
+        shape_of({"text_config": {**LLAMA, "model_type": "some_text", field: 8}}, "folder")
+
+
 def test_gpus_are_found_in_any_case() -> None:
     assert gpu_of("h100").name == "H100"
     with pytest.raises(CannotPlan, match="'H900' is none of H100, H200"):

@@ -69,7 +69,13 @@ async def test_cluster_equals_peft(family: str, tmp_path: Path) -> None:
 @pytest.mark.wide
 @OWN_PATTERNS
 @pytest.mark.parametrize(
-    ("family", "device_adapter_mb"), [("qwen3_moe", 0.25), pytest.param("gpt_oss", 0.22, marks=pytest.mark.slow)]
+    ("family", "device_adapter_mb"),
+    [
+        ("qwen3_moe", 0.25),
+        pytest.param("gpt_oss", 0.22, marks=pytest.mark.slow),
+        pytest.param("qwen3_5_moe_text", 0.22, marks=pytest.mark.slow),
+        pytest.param("qwen3_next", 0.25, marks=pytest.mark.slow),
+    ],
 )
 async def test_cluster_equals_peft_where_experts_are_adapted(
     family: str, device_adapter_mb: float, tmp_path: Path

@@ -29,9 +29,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -133,14 +135,31 @@ MIXTURES: dict[str, Callable[[], PretrainedConfig]] = {
     ),
 }  # fmt: skip
 
-# layers that keep a state beside one that attends: a sequence's state takes three blocks of four tokens
+_DELTA_NETS = {
+    "head_dim": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}  # fmt: skip
+_QWEN35 = {
+    **_DELTA_NETS,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2],
+        "mrope_interleaved": True,
+    },
+}  # fmt: skip
+_FEW_EXPERTS = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+
+# layers that keep a state beside one that attends: a sequence's state takes two blocks of four tokens and more
 RECURRENT: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3_5_text": lambda: Qwen3_5TextConfig(
-        **{**_SHAPE, "num_hidden_layers": 5}, head_dim=24, linear_num_key_heads=2, linear_num_value_heads=4,
-        linear_key_head_dim=8, linear_value_head_dim=12,
+        **{**_SHAPE, "num_hidden_layers": 5}, **_QWEN35,
         layer_types=[*["full_attention"] * 2, "linear_attention", "full_attention", "linear_attention"],
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
-                         "mrope_section": [2, 2, 2], "mrope_interleaved": True},
+    ),
+    "qwen3_5_moe_text": lambda: Qwen3_5MoeTextConfig(**_SHAPE, **_QWEN35, **_FEW_EXPERTS),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **_SHAPE, **_DELTA_NETS, **_FEW_EXPERTS, norm_topk_prob=True, mlp_only_layers=[2], partial_rotary_factor=0.5,
     ),
 }  # fmt: skip
 

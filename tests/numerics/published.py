@@ -148,27 +148,38 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-# a model of text and images, whose text part alone is served
-PUBLISHED_HYBRIDS: dict[str, dict[str, Any]] = {
-    "qwen3.5": {
-        "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "image_token_id": 120,
-        "video_token_id": 121, "vision_start_token_id": 122, "vision_end_token_id": 123, "tie_word_embeddings": False,
-        "transformers_version": "4.57.0.dev0",
-        "text_config": {
-            "model_type": "qwen3_5_text", "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96,
-            "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
-            "attn_output_gate": True, "full_attention_interval": 4, "hidden_act": "silu", "initializer_range": 0.25,
-            "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4, "linear_value_head_dim": 8, "mamba_ssm_dtype": "float32",
-            "max_position_embeddings": 256, "mtp_num_hidden_layers": 1, "rms_norm_eps": 1e-6, "eos_token_id": 2,
-            "rope_parameters": {
-                "mrope_interleaved": True, "mrope_section": [2, 2, 2], "partial_rotary_factor": 0.5,
-                "rope_theta": 10000000, "rope_type": "default",
-            },
+_QWEN35_TEXT: dict[str, Any] = {
+    "vocab_size": 131, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 24, "attn_output_gate": True, "full_attention_interval": 4, "hidden_act": "silu",
+    "initializer_range": 0.25, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_value_head_dim": 8, "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 256, "mtp_num_hidden_layers": 1, "rms_norm_eps": 1e-6, "eos_token_id": 2,
+    "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [2, 2, 2], "partial_rotary_factor": 0.5,
+        "rope_theta": 10000000, "rope_type": "default",
+    },
+}  # fmt: skip
+
+
+def _qwen35(model_type: str, architecture: str, **sizes: Any) -> dict[str, Any]:
+    return {
+        "architectures": [architecture], "model_type": model_type, "image_token_id": 120, "video_token_id": 121,
+        "vision_start_token_id": 122, "vision_end_token_id": 123, "tie_word_embeddings": False,
+        "transformers_version": "4.57.0.dev0", "text_config": {
+            "model_type": f"{model_type}_text", **_QWEN35_TEXT, **sizes
         },
         "vision_config": {
             "deepstack_visual_indexes": [], "depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
-            "model_type": "qwen3_5", "num_position_embeddings": 16, "out_hidden_size": 64, "patch_size": 8,
+            "model_type": model_type, "num_position_embeddings": 16, "out_hidden_size": 64, "patch_size": 8,
         },
-    },
+    }  # fmt: skip
+
+
+# a model of text and images, whose text part alone is served
+PUBLISHED_HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3.5": _qwen35("qwen3_5", "Qwen3_5ForConditionalGeneration", intermediate_size=96),
+    "qwen3.5-moe": _qwen35(
+        "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", moe_intermediate_size=40, num_experts=8,
+        num_experts_per_tok=3, router_aux_loss_coef=0.001, shared_expert_intermediate_size=56,
+    ),
 }  # fmt: skip

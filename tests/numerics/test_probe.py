@@ -10,7 +10,6 @@ from transformers import (
     DeepseekV3Config,
     MambaConfig,
     PretrainedConfig,
-    Qwen3NextConfig,
 )
 
 from tests.numerics.conftest import FamilyOf
@@ -27,13 +26,6 @@ def test_bidirectional(family_of: FamilyOf, tmp_path: Path) -> None:
     [
         (MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, state_size=4), "keeps a state"),
         (
-            Qwen3NextConfig(
-                **TINY, num_key_value_heads=1, head_dim=8, linear_num_key_heads=1, linear_num_value_heads=1,
-                linear_key_head_dim=8, linear_value_head_dim=8, num_experts=0,
-            ),
-            "qwen3_next: model.layers.0.linear_attn.conv1d keeps a state",
-        ),
-        (
             DeepseekV3Config(
                 **TINY, num_key_value_heads=2, moe_intermediate_size=16, n_routed_experts=2, n_group=1, topk_group=1,
                 num_experts_per_tok=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=8,
@@ -42,7 +34,7 @@ def test_bidirectional(family_of: FamilyOf, tmp_path: Path) -> None:
             "different head sizes",
         ),
     ],
-    ids=["mamba", "qwen3_next", "deepseek_v3"],
+    ids=["mamba", "deepseek_v3"],
 )  # fmt: skip
 def test_attention_that_cannot_be_served(tmp_path: Path, config: PretrainedConfig, expected: str) -> None:
     assert expected in refusal(saved(AutoModelForCausalLM.from_config(config), tmp_path / "model"))

@@ -12,6 +12,7 @@ from manylora_worker.models.loader import LoadedModel, load_model
 from manylora_worker.models.merging import merge
 from manylora_worker.weights.coverage import coverage_of
 from manylora_worker.weights.source import AdapterInvalid, AdapterLimits, read_adapter
+from manylora_worker.weights.stacked import without_weights
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -132,3 +133,17 @@ def test_what_does_not_fit_is_named(base: tuple[Path, LoadedModel], stacked: Pat
     assert "no weight of a linear layer or of experts" in refused(stacked, loaded)["target_parameters"]
     edit(stacked, target_parameters="experts")
     assert "list of names" in refused(stacked, loaded)["target_parameters"]
+
+
+def test_a_shared_experts_name_does_not_ask_for_the_experts_weights() -> None:
+    """Unless those of one are there, or the name is an expert's alone."""
+    shared, first, second = "mlp.shared_expert.down_proj", "mlp.experts.0.down_proj", "mlp.experts.1.down_proj"
+    up = "mlp.experts.0.up_proj"
+
+    def absent(*found: str) -> list[str]:
+        return without_weights([shared, first, second, up], set(found), lambda path: ".experts." in path)
+
+    assert absent(shared) == [up]
+    assert absent(shared, first, up) == [second]
+    assert absent(first, second, up) == [shared]
+    assert absent() == [shared, first, second, up]

@@ -75,7 +75,7 @@ def _is_known(router: nn.Module, shape: ExpertShape) -> bool:
     weight = {"weight": (shape.experts, shape.hidden)}
     if shape.in_turn:
         return own == {**weight, "bias": (shape.experts,)}
-    return own == weight and hasattr(router, "norm_topk_prob")
+    return own == weight
 
 
 def _shape(experts: nn.Module, top_k: int) -> ExpertShape | None:

@@ -22,14 +22,15 @@ from manylora_worker.weights.sites import Site, Slot
 _FUSED: Mapping[str, Sequence[Sequence[str]]] = {
     "self_attn": (("q_proj", "k_proj", "v_proj"),),
     "mlp": (("gate_proj", "up_proj"),),
-    "linear_attn": (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),),
+    "shared_expert": (("gate_proj", "up_proj"),),
+    "linear_attn": (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba")),
 }
 FUSED_PROJECTIONS: Mapping[str, Mapping[str, Sequence[Sequence[str]]]] = {
     family: _FUSED
     for family in (
         *("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
         *("granite", "smollm3", "exaone4", "olmo2", "olmo3", "seed_oss", "qwen3_moe", "gpt_oss"),
-        "qwen3_5_text",
+        *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
     )
 }
 

@@ -56,7 +56,7 @@ from manylora_worker.weights.peft_config import (
     unused,
 )
 from manylora_worker.weights.sites import ExpertShape, Site, TokenBase, WholeNames
-from manylora_worker.weights.stacked import DOWN, GATE_UP, Stack, is_stack_key, stacks_of
+from manylora_worker.weights.stacked import DOWN, GATE_UP, Stack, is_stack_key, stacks_of, without_weights
 
 PICKLE_NAME = "adapter_model.bin"
 MAX_HEADER_BYTES = 2 << 20  # or as many as the model's linear layers take, if that is more
@@ -559,7 +559,7 @@ def _check_targets(
         problems.add("target_modules", f"targets {some_of(others)}, not a linear layer")
     if not targeted and not any(_stacks(matcher, base)):
         problems.add("target_modules", "matches no linear layer of the base model")
-    bare = [path for path in targeted if path not in found]
+    bare = without_weights(targeted, found.keys(), base.is_of_expert)
     if bare:
         problems.add("target_modules", f"targets {some_of(bare)}, for which {WEIGHTS_NAME} has no weights")
     wanted = set(targeted)

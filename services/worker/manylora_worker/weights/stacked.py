@@ -7,7 +7,7 @@ parameters `gate_up_proj`, the first one, is under `base_layer`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from manylora_worker.weights.packing import ModuleWeights, StoredMatrix
@@ -67,3 +67,16 @@ def stacks_of(path: str, shape: ExpertShape, parameters: Sequence[str]) -> list[
     if len(parameters) == 2:
         return [Stack(path, GATE_UP, f"{path}.{INNER}", shape), Stack(path, DOWN, path, shape)]
     return [Stack(path, parameter, path, shape) for parameter in parameters]
+
+
+def without_weights(targeted: Sequence[str], found: Set[str], is_of_expert: Callable[[str], bool]) -> list[str]:
+    """Of the paths that an adapter targets, those that it should have matrices for and has not.
+
+    peft sees stacks where we see a layer an expert: a name that a shared expert bears targets that one alone, unless
+    the adapter is of a model whose experts were layers, and has their matrices.
+    """
+    others = {path.rpartition(".")[2] for path in found if not is_of_expert(path)}
+    if any(is_of_expert(path) for path in found):
+        others = set()
+    bare = [path for path in targeted if path not in found]
+    return [path for path in bare if path.rpartition(".")[2] not in others or not is_of_expert(path)]

@@ -72,9 +72,21 @@ _NAMES = {
 }
 
 
+# fields of a text part whose layers have other weights or another KV than those of a dense model
+_UNPLANNED = {
+    "num_experts": "a mixture of experts",
+    "num_local_experts": "a mixture of experts",
+    "linear_num_value_heads": "gated delta nets, which no GPU serves",
+    "global_head_dim": "heads that differ from layer to layer, which no GPU serves",
+}
+
+
 def shape_of(config: Mapping[str, Any], name: str) -> Shape:
     """Of a Hugging Face config.json. Raises CannotPlan."""
     text = config.get("text_config") or config
+    reason = next((reason for key, reason in _UNPLANNED.items() if text.get(key)), "")
+    if reason:
+        raise CannotPlan(f"{name}: {text.get('model_type')}: {reason}: not planned for")
     found: dict[str, int] = {}
     for field, key in _NAMES.items():
         value = text.get(key)

@@ -1,4 +1,5 @@
-"""Gated delta nets (Qwen3.5): layers that keep a matrix a head from token to token, in place of keys and values.
+"""Gated delta nets (Qwen3.5, Qwen3-Next): layers that keep a matrix a head from token to token, in place of keys and
+values.
 
 `DeltaNet` stands in for the forward of transformers' module, whose linear layers, convolution and norm it calls. The
 rule over several tokens is transformers' own; that over one token of many sequences is here.
@@ -18,7 +19,11 @@ from manylora_worker.models.layers.attention import STEP_KEYWORD
 from manylora_worker.models.layers.kv_cache import StateGeometry
 from manylora_worker.models.layers.recurrence import LayerStates, StepStates
 
-_PARTS = frozenset({"conv1d", "norm", "out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"})
+_COMMON = frozenset({"conv1d", "norm", "out_proj"})
+_PROJECTIONS = (
+    frozenset({"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"}),
+    frozenset({"in_proj_qkvz", "in_proj_ba"}),  # Qwen3-Next
+)
 _CHUNK_RULE = "torch_chunk_gated_delta_rule"
 _CHUNK_TOKENS = 64  # that the rule takes at once
 _EPS = 1e-6
@@ -29,7 +34,7 @@ def find_delta_nets(model: nn.Module) -> dict[str, nn.Module]:
     return {
         path: module
         for path, module in model.named_modules()
-        if {name for name, _ in module.named_children()} == _PARTS
+        if {name for name, _ in module.named_children()} - _COMMON in _PROJECTIONS
         and hasattr(sys.modules[type(module).__module__], _CHUNK_RULE)
     }
 
@@ -72,8 +77,7 @@ class DeltaNet:
     def rows(self, hidden_states: Tensor, states: StepStates) -> Tensor:
         """[T, hidden] -> the same."""
         layer = self.layer
-        mixed, z = layer.in_proj_qkv(hidden_states), layer.in_proj_z(hidden_states)
-        b, a = layer.in_proj_b(hidden_states), layer.in_proj_a(hidden_states)
+        mixed, z, b, a = _projected(layer, hidden_states)
         held = states.read(self.index)
         key_width = layer.num_k_heads * layer.head_k_dim
         convolved = self._convolved(mixed, states, held)
@@ -129,6 +133,22 @@ class DeltaNet:
             outputs[run.first_row : run.last_row] = found[0]
             matrix.copy_(last[0])
         return outputs
+
+
+def _projected(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[T, ...]: queries, keys and values, all heads of each side by side; what gates outputs; beta's and decay's."""
+    if not hasattr(layer, "in_proj_qkvz"):
+        mixed, z = layer.in_proj_qkv(hidden_states), layer.in_proj_z(hidden_states)
+        return mixed, z, layer.in_proj_b(hidden_states), layer.in_proj_a(hidden_states)
+    # by the heads of keys, each with the heads of values that go with it
+    qkvz = layer.in_proj_qkvz(hidden_states).unflatten(1, (layer.num_k_heads, -1))
+    ba = layer.in_proj_ba(hidden_states).unflatten(1, (layer.num_k_heads, -1))
+    width = layer.num_v_heads // layer.num_k_heads * layer.head_v_dim
+    query, key, value, z = (
+        x.flatten(1) for x in qkvz.split_with_sizes((layer.head_k_dim, layer.head_k_dim, width, width), 2)
+    )
+    b, a = (x.flatten(1) for x in ba.chunk(2, 2))
+    return torch.cat((query, key, value), 1), z, b, a
 
 
 def _one_token(matrices: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
