@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from manylora_router.links import answer_owners
-from manylora_router.links.answer_owners import AnswerOwners, Owner
+from manylora_router.links.answer_owners import AnswerOwners, Claim, Owner
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import RouterRecord
 from manylora_shared.errors import AnsweredElsewhere, AnswerLost, ServiceUnavailable
@@ -14,8 +14,13 @@ from manylora_sim import loop
 from manylora_sim.store import MemoryStoreServer
 
 
-def router_of(found: Owner | int) -> str:
+def router_of(found: Owner | Claim) -> str:
     return found.record.router_id if isinstance(found, Owner) else ""
+
+
+def claimed(found: Owner | Claim) -> Claim:
+    assert isinstance(found, Claim)
+    return found
 
 
 async def routers(server: MemoryStoreServer, count: int) -> list[AnswerOwners]:
@@ -35,15 +40,15 @@ def test_one_of_many_gets_it() -> None:
         other = all_of_them[(winner + 1) % 5]
         assert await other.request_of("acme", "d") == f"r{winner}"
         later = await all_of_them[winner].claim("acme", "d", "again")
-        assert isinstance(later, int), "its own that it does not know is about to go"
-        await all_of_them[winner].release("acme", "d", found[winner])  # type: ignore[arg-type]
+        assert isinstance(later, Claim), "its own that it does not know is about to go"
+        await all_of_them[winner].release("acme", "d", claimed(found[winner]).revision)
         assert server.get(keys.answer("acme", "d")) is not None, "what was claimed since stays"
         begun = await all_of_them[winner].begin("acme", "d", "again", later)
         assert router_of(await other.claim("acme", "d", "x")) == f"router-{winner}"
         taken = await other.claim("acme", "d", "x", takes_over=True)
         with pytest.raises(AnsweredElsewhere):
-            await all_of_them[winner].begin("acme", "d", "again", begun)
-        await other.release("acme", "d", taken)  # type: ignore[arg-type]
+            await all_of_them[winner].begin("acme", "d", "again", Claim(begun, 0))
+        await other.release("acme", "d", claimed(taken).revision)
         assert server.get(keys.answer("acme", "d")) is None
         server.set_up(False)
         with pytest.raises(ServiceUnavailable):
@@ -61,9 +66,8 @@ def test_what_was_begun_outlives_its_router_for_the_stated_time(is_back: bool) -
         server = MemoryStoreServer()
         first, second = await routers(server, 2)
         for digest in ("claimed", "begun"):
-            revision = await first.claim("acme", digest, "r")
-            assert isinstance(revision, int)
-        await first.begin("acme", "begun", "r", revision)
+            claim = claimed(await first.claim("acme", digest, "r"))
+        await first.begin("acme", "begun", "r", claim)
         await asyncio.sleep(answer_owners.LEASE_S * 2)
         assert router_of(await second.claim("acme", "begun", "s")) == "router-0", "it is renewed while its router lives"
         await first.close()
@@ -74,14 +78,40 @@ def test_what_was_begun_outlives_its_router_for_the_stated_time(is_back: bool) -
         else:
             await server.client().delete(keys.router("router-0"))
             asks = second
-        assert isinstance(await asks.claim("acme", "claimed", "s"), int)
+        claimed(await asks.claim("acme", "claimed", "s"))
         assert await asks.request_of("acme", "begun") == ""
         await asyncio.sleep(answer_owners.LASTS_S - 1.0)
         with pytest.raises(AnswerLost, match="router-0"):
             await asks.claim("acme", "begun", "s")
         await asyncio.sleep(answer_owners.LEASE_S - answer_owners.LASTS_S + 2.0)
-        assert isinstance(await asks.claim("acme", "begun", "s"), int)
+        claimed(await asks.claim("acme", "begun", "s"))
         await asks.close()
         await second.close()
+
+    loop.run(main(), seed=0)
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_what_a_stopped_router_charged_goes_with_the_key(is_whole: bool) -> None:
+    async def main() -> None:
+        server = MemoryStoreServer()
+        first, second, third = await routers(server, 3)
+        claim = claimed(await first.claim("acme", "d", "r"))
+        assert claim.charged_tokens == 0
+        revision = await first.begin("acme", "d", "r", claim)
+        await first.leave("acme", "d", "r", revision, 7, is_whole=is_whole)
+        with pytest.raises(AnsweredElsewhere):
+            await first.leave("acme", "d", "r", revision, 8, is_whole=is_whole)
+        if is_whole:
+            assert router_of(await second.claim("acme", "d", "s")) == "router-0"
+            await server.client().delete(keys.router("router-0"))
+            with pytest.raises(AnswerLost, match="router-0"):
+                await second.claim("acme", "d", "s")
+        claim = claimed(await second.claim("acme", "d", "s", takes_over=is_whole))
+        assert claim.charged_tokens == 7
+        revision = await second.begin("acme", "d", "s", claim)
+        assert claimed(await third.claim("acme", "d", "t", takes_over=True)).charged_tokens == 7, "it was killed"
+        for each in (first, second, third):
+            await each.close()
 
     loop.run(main(), seed=0)

@@ -34,7 +34,9 @@ END_S = 60.0
 SETTLED_S = 12.0
 """Longer than a worker's word is waited for."""
 KINDS = range(3)
-STOPS = range(0, 90, len(KINDS))
+READ_IN_PART = 180
+"""Of two callers of a key one has a part of an answer that the other has whole, as their router stops."""
+STOPS = (READ_IN_PART, *range(0, 90, len(KINDS)))
 """Seeds that stop routers in order: there charges are known to the token. Some planted bugs show in one of six."""
 RETRY = RetryPolicy(max_attempts=60, budget_attempts=1e6, resume_s=1e6)
 """Time is virtual here, and the client's clock is not: it never gives up."""
@@ -206,6 +208,10 @@ def test_nothing_is_lost_doubled_or_charged_twice(sim_seed: int, kind: int) -> N
     play(sim_seed + kind)
 
 
+def test_what_one_caller_has_is_not_charged_again_to_the_other() -> None:
+    play(READ_IN_PART)
+
+
 # ---- planted bugs
 
 
@@ -232,10 +238,17 @@ def _nobody_knows_that_it_has_begun(original: Any) -> Any:
 
 
 def _charged_again(original: Any) -> Any:
-    def taken_over(self: Any) -> None:
+    def taken_over(self: Any, charged_tokens: int) -> None:
         self.resumed()
 
     return taken_over
+
+
+def _nobody_knows_what_was_charged(original: Any) -> Any:
+    async def leave(self: Any, *args: Any, **more: Any) -> None:
+        pass
+
+    return leave
 
 
 def _drawn_in_vain_is_charged(original: Any) -> Any:
@@ -266,6 +279,7 @@ def _last_token_is_forgotten(original: Any) -> Any:
         (KeptAnswers, "find", _key_is_not_found),
         (AnswerOwners, "claim", _everybody_has_the_key),
         (AnswerOwners, "begin", _nobody_knows_that_it_has_begun),
+        (AnswerOwners, "leave", _nobody_knows_what_was_charged),
         (TokenLease, "taken_over", _charged_again),
         (TokenLease, "hand_over", _drawn_in_vain_is_charged),
         (Choices, "go_on", _text_again),

@@ -211,10 +211,11 @@ class AnswerRecord(_JsonRecord):
 
     tenant_id: str
     digest: str  # of the idempotency key
-    router_id: str
+    router_id: str  # empty: it was stopped, and whoever comes has the key
     router_started_unix_s: float = 0.0
     request_id: str = ""
     has_begun: bool = False  # a worker has begun the work
+    charged_tokens: int = 0  # of the answer, with its prompt, by routers that were stopped
 
     @property
     def key(self) -> str:

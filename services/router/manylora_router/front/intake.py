@@ -287,7 +287,8 @@ class Intake:
         degraded = None
         if begun.asked_max_tokens != begun.max_tokens:
             degraded = Degraded(begun.max_tokens, begun.asked_max_tokens, begun.overload_level)
-        return replace(job, delivered=request.resume.emitted, degraded=degraded)
+        charged = request.charged_tokens
+        return replace(job, delivered=request.resume.emitted, charged_tokens=charged, degraded=degraded)
 
     def _place(self, tenant: str, request: RequestInput, request_id: str) -> tuple[TenantPolicy, Adapter | None, str]:
         """The caller's policy, its adapter (None: the base model), and the pool."""

@@ -18,17 +18,20 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from manylora_shared.errors import (
+    AnsweredElsewhere,
     Cancelled,
+    Draining,
     InternalError,
     KeyReused,
     ManyloraError,
     NotFound,
     Overloaded,
+    ServiceUnavailable,
 )
 
 from manylora_router.front.spent_keys import SpentKeys, spent
 from manylora_router.guard.admission import RequestInput
-from manylora_router.links.answer_owners import AnswerOwners, Owner
+from manylora_router.links.answer_owners import AnswerOwners, Claim, Owner
 from manylora_router.request.call import draining
 from manylora_router.request.frames import Delta, Frame
 
@@ -61,12 +64,21 @@ class KeptAnswer:
         self.has_ended = False
         self.error: ManyloraError | None = None
         self.at: dict[object, int] = {}  # each reader's next frame
+        self.num_tokens = 0  # of all choices
+        self.claim = Claim(0, 0)  # of its key
         self.revision = 0  # of its key's record in the store
+        self.is_left = False  # that record, to the next router
+        self.has_lost_readers = False  # who have a part of it
         self.free_at = 0.0  # its key
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
         self._kept = kept
         self._changed = asyncio.Event()
+
+    @property
+    def is_read_in_part(self) -> bool:
+        """A caller may come for the rest."""
+        return bool(self.at) or self.has_lost_readers
 
     async def read(self, first: int) -> AsyncGenerator[Frame]:
         """From that frame on. Raises NotFound where it is not kept any more, and what the answer ended with."""
@@ -89,6 +101,8 @@ class KeptAnswer:
                     break
                 await self._changed.wait()
         finally:
+            if self.at[reader] < self.first + len(self.frames):
+                self.has_lost_readers = True
             del self.at[reader]
             self._tell()
             self._kept.left(self)
@@ -107,6 +121,7 @@ class KeptAnswer:
         for part in parts:
             part.number = self.first + len(self.frames)
             self.frames.append(part)
+        self.num_tokens += sum(len(part.delta.token_ids) for part in parts if part.delta is not None)
         size = sum(map(_size_of, parts))
         self.size_bytes += size
         self._tell()
@@ -232,7 +247,9 @@ class KeptAnswers:
                     if isinstance(claimed, Owner):
                         self._forget(answer)
                         return claimed
-                    answer.revision = claimed
+                    answer.claim, answer.revision = claimed, claimed.revision
+                    if request.resume is not None:
+                        request = replace(request, charged_tokens=claimed.charged_tokens)
                     self._by_key[key] = answer
                     self._spent.taken(*key)
                 finally:
@@ -257,6 +274,7 @@ class KeptAnswers:
                 answer.timer.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        await asyncio.gather(*(self._leave(answer) for answer in answers if answer.is_read_in_part))
         self._spent.close()
         if self._releasing:
             await asyncio.wait(self._releasing)
@@ -278,7 +296,27 @@ class KeptAnswers:
     async def _work_begins(self, answer: KeptAnswer) -> None:
         """Before its first frame is handed out. Raises AnsweredElsewhere, or ServiceUnavailable."""
         digest = digest_of_key(answer.key)
-        answer.revision = await self._owners.begin(answer.tenant, digest, answer.request_id, answer.revision)
+        answer.revision = await self._owners.begin(answer.tenant, digest, answer.request_id, answer.claim)
+
+    async def _leave(self, answer: KeptAnswer) -> None:
+        """To the next router, before anybody is sent there. Where the store is away, what one of its callers has beyond
+        the first that comes there is charged again.
+        """
+        if answer.is_left or not answer.key or not answer.num_tokens:
+            return
+        is_whole = answer.has_ended and answer.error is None
+        if answer.has_ended and not is_whole:
+            return
+        charged = max(answer.num_tokens, answer.claim.charged_tokens)
+        digest = digest_of_key(answer.key)
+        try:
+            await self._owners.leave(
+                answer.tenant, digest, answer.request_id, answer.revision, charged, is_whole=is_whole
+            )
+        except (AnsweredElsewhere, ServiceUnavailable) as e:
+            _LOG.warning("what an answer that is handed over was charged is not known to the next router: %s", e)
+        else:
+            answer.is_left = True
 
     async def _run(self, answer: KeptAnswer, request: RequestInput, run: Run) -> None:
         error: ManyloraError | None = None
@@ -292,6 +330,8 @@ class KeptAnswers:
                         self._bytes[answer.tenant] -= await answer.drop_read()
         except ManyloraError as e:
             error = e
+            if isinstance(e, Draining):
+                await self._leave(answer)
         except asyncio.CancelledError:
             error = draining() if self._is_closing else Cancelled("nobody read it any more")
             raise
@@ -362,7 +402,8 @@ class KeptAnswers:
     def _forget_key(self, answer: KeptAnswer) -> None:
         if self._by_key.get((answer.tenant, answer.key)) is answer:
             del self._by_key[answer.tenant, answer.key]
-            self._release(answer.tenant, answer.key, answer.revision)
+            if not answer.is_left:
+                self._release(answer.tenant, answer.key, answer.revision)
 
     def _release(self, tenant: str, key: str, revision: int) -> None:
         releasing = self._owners.release(tenant, digest_of_key(key), revision)

@@ -140,6 +140,7 @@ class RequestInput:
     is_resumable: bool = False
     keep_s: int = 0  # that the answer outlives its caller's connection
     resume: Resume | None = None  # it goes on with an answer
+    charged_tokens: int = 0  # of that one, with its prompt, as far as is known: the caller may have less
     is_again: bool = False  # of an answer that some router keeps, and no new one
     is_hedge: bool = False
     limits: KeyLimits | None = None  # of the key that it came with

@@ -1,6 +1,7 @@
 """Which router has an idempotency key: a record in the store a key.
 
     none --claim--> claimed --its work begins--> begun --its answer is forgotten--> none
+                                                   begun --its router hands over--> left --claim--> claimed
 
 A record outlives its router, by LEASE_S at most. Another router takes over what one that is gone had claimed, and does
 not do again what that had begun: it may be charged.
@@ -11,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Compare, Delete, LeaseExpired, Put, Store, StoreUnavailable
@@ -43,6 +44,11 @@ class Owner:
         return AnsweredElsewhere(f"idempotency-key: router {who} has it, and is not reached now", retry_after_s=1.0)
 
 
+class Claim(NamedTuple):
+    revision: int  # of the record, which is this router's
+    charged_tokens: int  # of the answer, with its prompt, by routers that were stopped
+
+
 class AnswerOwners:
     def __init__(self, store: Store, router_id: str, started_unix_s: float) -> None:
         self._store = store
@@ -53,15 +59,15 @@ class AnswerOwners:
         self._granting = asyncio.Lock()
         self._keeping: asyncio.Task[None] | None = None
 
-    async def claim(self, tenant: str, digest: str, request_id: str, *, takes_over: bool = False) -> Owner | int:
-        """The other router that has the key; or the revision of the record, which is this one's then.
+    async def claim(self, tenant: str, digest: str, request_id: str, *, takes_over: bool = False) -> Owner | Claim:
+        """The other router that has the key; or this one has it then.
 
         takes_over: whoever has it, and however far that is: the caller has a part of the answer.
 
         Raises AnswerLost; ServiceUnavailable; or Overloaded where the tenant asks too often at once.
         """
 
-        async def found() -> Owner | int:
+        async def found() -> Owner | Claim:
             for _ in range(_TRIES):
                 if (owner := await self._try(tenant, digest, request_id, takes_over)) is not None:
                     return owner
@@ -81,19 +87,22 @@ class AnswerOwners:
         with self._asking.held(f"tenant {tenant} for its idempotency keys"):
             return await self._in_time(found)
 
-    async def begin(self, tenant: str, digest: str, request_id: str, revision: int) -> int:
+    async def begin(self, tenant: str, digest: str, request_id: str, claim: Claim) -> int:
         """The record says that the work has begun. Returns its revision. Raises AnsweredElsewhere: another router took
         it meanwhile; or ServiceUnavailable."""
-        record = self._record(tenant, digest, request_id, has_begun=True)
+        record = self._record(tenant, digest, request_id, has_begun=True, charged_tokens=claim.charged_tokens)
+        return await self._in_time(lambda: self._put(record, claim.revision))
 
-        async def put() -> int:
-            operation = Put(record.key, record.to_json(), lease_id=await self._lease())
-            result = await self._store.txn([Compare(record.key, revision)], [operation])
-            if not result.succeeded:
-                raise AnsweredElsewhere("idempotency-key: another router took it meanwhile", retry_after_s=1.0)
-            return result.revision
-
-        return await self._in_time(put)
+    async def leave(
+        self, tenant: str, digest: str, request_id: str, revision: int, charged_tokens: int, *, is_whole: bool
+    ) -> None:
+        """To the next router that is asked, as this one is stopped. is_whole: who has no part of the answer is told
+        that it is lost. Raises as `begin`.
+        """
+        record = self._record(tenant, digest, request_id, has_begun=is_whole, charged_tokens=charged_tokens)
+        if not is_whole:
+            record = replace(record, router_id="")
+        await self._in_time(lambda: self._put(record, revision))
 
     async def release(self, tenant: str, digest: str, revision: int) -> None:
         """Only what is of `revision`. Where the store is away it stands until its lease ends."""
@@ -110,10 +119,21 @@ class AnswerOwners:
             self._keeping.cancel()
             await asyncio.wait([self._keeping])
 
-    def _record(self, tenant: str, digest: str, request_id: str, *, has_begun: bool) -> AnswerRecord:
-        return AnswerRecord(tenant, digest, self._router_id, self._started_unix_s, request_id, has_begun)
+    def _record(
+        self, tenant: str, digest: str, request_id: str, *, has_begun: bool, charged_tokens: int
+    ) -> AnswerRecord:
+        own = (self._router_id, self._started_unix_s)
+        return AnswerRecord(tenant, digest, *own, request_id, has_begun, charged_tokens)
 
-    async def _try(self, tenant: str, digest: str, request_id: str, takes_over: bool) -> Owner | int | None:
+    async def _put(self, record: AnswerRecord, revision: int) -> int:
+        """In place of that revision. Returns its own. Raises AnsweredElsewhere."""
+        operation = Put(record.key, record.to_json(), lease_id=await self._lease())
+        result = await self._store.txn([Compare(record.key, revision)], [operation])
+        if not result.succeeded:
+            raise AnsweredElsewhere("idempotency-key: another router took it meanwhile", retry_after_s=1.0)
+        return result.revision
+
+    async def _try(self, tenant: str, digest: str, request_id: str, takes_over: bool) -> Owner | Claim | None:
         """None: somebody was faster."""
         key = keys.answer(tenant, digest)
         kv = await self._store.get(key)
@@ -126,10 +146,11 @@ class AnswerOwners:
                 raise AnswerLost(f"{gone}; another key does the work again")
         # One of this router's own that it does not know is about to be released.
         has_begun = takes_over and known is not None and known.has_begun
-        record = self._record(tenant, digest, request_id, has_begun=has_begun)
+        charged = known.charged_tokens if known is not None and not self._is_own(known) else 0
+        record = self._record(tenant, digest, request_id, has_begun=has_begun, charged_tokens=charged)
         put = Put(key, record.to_json(), lease_id=await self._lease())
         result = await self._store.txn([Compare(key, kv.mod_revision if kv is not None else 0)], [put])
-        return result.revision if result.succeeded else None
+        return Claim(result.revision, charged) if result.succeeded else None
 
     def _is_own(self, record: AnswerRecord) -> bool:
         own = (self._router_id, self._started_unix_s)
@@ -137,7 +158,7 @@ class AnswerOwners:
 
     async def _living(self, record: AnswerRecord) -> RouterRecord | None:
         """The record's router, unless it is gone or began anew."""
-        if record.router_id == self._router_id:
+        if record.router_id in ("", self._router_id):
             return None
         kv = await self._store.get(keys.router(record.router_id))
         router = RouterRecord.stored(kv) if kv is not None else None

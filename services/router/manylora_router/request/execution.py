@@ -115,7 +115,7 @@ class Execution:
         self.adapter_found = ""  # where its adapter's weights were when the worker had it: device, host, store
         self._is_worker_gone = False
         if job.delivered is not None:
-            self._take_over(job.delivered)
+            self._take_over(job.delivered, job.charged_tokens)
 
     @property
     def fault(self) -> Fault:
@@ -236,10 +236,10 @@ class Execution:
         self.outcome = common_pb2.OUTCOME_CANCELLED
         self._end(Cancelled(""))
 
-    def _take_over(self, delivered: Sequence[tuple[Sequence[int], int]]) -> None:
+    def _take_over(self, delivered: Sequence[tuple[Sequence[int], int]], charged_tokens: int) -> None:
         """Raises InvalidRequest."""
         self._head = self._choices.go_on(delivered, self.job.max_tokens)
-        self._lease.taken_over()
+        self._lease.taken_over(charged_tokens)
         self._meter.taken_over()
         self.job = self.job.resumed(self._choices.emitted())
         now = asyncio.get_running_loop().time()

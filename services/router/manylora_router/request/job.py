@@ -47,6 +47,7 @@ class Job:
     emitted: Sequence[Sequence[int] | None] = ()  # of a resumed one, by choice; None: the choice has ended
     is_resumable: bool = False  # its caller can go on with it at another router
     delivered: Sequence[tuple[Sequence[int], int]] | None = None  # it does so here, and has this of each choice
+    charged_tokens: int = 0  # of that answer, as far as is known
     limits: KeyLimits | None = None  # of the key that it came with
     is_hedge: bool = False  # of two that its caller asks at once: cancelled before its first frame it costs nothing
 

@@ -63,9 +63,11 @@ class TokenLease:
         self._least_output_tokens = 0
         self._num_emitted = self._choices.num_tokens
 
-    def taken_over(self) -> None:
-        """From another router, which has charged prompt and tokens."""
-        self._num_paid = self._choices.num_tokens
+    def taken_over(self, charged_tokens: int = 0) -> None:
+        """From another router, which has charged the prompt, the tokens that are here, and those of the answer: it told
+        them to another caller.
+        """
+        self._num_paid = max(self._choices.num_tokens, charged_tokens)
         self.resumed()
 
     def hand_over(self) -> None:
@@ -112,7 +114,7 @@ class TokenLease:
         if self._is_forgiven:
             return Charge()
         if self._num_paid is not None:
-            return Charge(completion=given - self._num_paid, unread=unread)
+            return Charge(completion=max(0, given - self._num_paid), unread=unread)
         return Charge(self.used_prompt_tokens, self.cached_prompt_tokens, given, unread)
 
     @property
