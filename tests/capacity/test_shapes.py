@@ -34,6 +34,7 @@ def test_a_config_without_a_size_is_refused_by_its_name() -> None:
         ("num_experts", "a mixture of experts"),
         ("linear_num_value_heads", "gated delta nets"),
         ("global_head_dim", "heads that differ"),
+        ("per_layer_config", "layers that differ"),
     ],
 )
 def test_what_is_no_dense_model_is_refused_by_its_name(field: str, says: str) -> None:

@@ -16,6 +16,7 @@ from transformers import (
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
     GptOssConfig,
     GraniteConfig,
@@ -172,10 +173,36 @@ EACH_FAMILY = [
 ]
 
 
+_GEMMA4 = {
+    **_SHAPE, "head_dim": 16, "global_head_dim": 24, "sliding_window": WINDOW, "vocab_size_per_layer_input": VOCAB_SIZE,
+    "final_logit_softcapping": 5.0,
+}  # fmt: skip
+
+# layers that differ in their heads, and read one another's keys and values
+UNLIKE: dict[str, Callable[[], PretrainedConfig]] = {
+    # as E2B: embeddings a layer, the last layers' KV shared
+    "gemma4_text": lambda: Gemma4TextConfig(
+        **{**_GEMMA4, "num_hidden_layers": 6}, hidden_size_per_layer_input=12, num_kv_shared_layers=3,
+        use_double_wide_mlp=True, layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    ),
+    # as 31B: other heads and one weight for keys and values where a layer sees all
+    "gemma4_wide": lambda: Gemma4TextConfig(
+        **_GEMMA4, hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+    ),
+    # as 26B-A4B
+    "gemma4_moe": lambda: Gemma4TextConfig(
+        **_GEMMA4, hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1,
+        layer_types=["sliding_attention", "full_attention", "full_attention"], enable_moe_block=True, num_experts=8,
+        top_k_experts=3, moe_intermediate_size=40,
+    ),
+}  # fmt: skip
+
+
 def make_model(family: str, folder: Path, seed: int = 0) -> PreTrainedModel:
     """A random model of the family, saved into `folder`."""
     torch.manual_seed(seed)
-    config = (FAMILIES | MIXTURES | RECURRENT)[family]()
+    config = (FAMILIES | MIXTURES | RECURRENT | UNLIKE)[family]()
     config.initializer_range = 0.25
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -184,7 +211,10 @@ def make_model(family: str, folder: Path, seed: int = 0) -> PreTrainedModel:
                 parameter.normal_(std=0.3)
             elif name.endswith("sinks"):
                 parameter.normal_(std=2.0)
-            elif "norm" in name:
+            elif "norm" in name or name.endswith("scale"):
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
     return model

@@ -20,7 +20,7 @@ from tests.numerics.families import make_model
 # of peft, for a pattern that it has made itself
 OWN_PATTERNS = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
 TOLERANCE = 1e-4
-STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+STACKS = ["experts.gate_up_proj", "experts.down_proj"]
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     "all-linear": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},  # the router, too
     "stacks": {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj"], "target_parameters": STACKS, "use_rslora": True},
@@ -74,7 +74,7 @@ def check_mixed_batch(mixture: Mixture, tolerance: float = TOLERANCE) -> None:
         expected = mixture.references[name].logits(stream.prompt, name)[-1]
         torch.testing.assert_close(row, expected, atol=tolerance, rtol=0)
         if name is not None:
-            assert (expected - mixture.references[None].logits(stream.prompt, None)[-1]).abs().max() > 0.5
+            assert (expected - mixture.references[None].logits(stream.prompt, None)[-1]).abs().max() > 0.1
     streams = [stream for stream, _ in mixed]
     for arrived in range(1, len(streams) + 1):
         driver.step([s for s in streams[:arrived] if len(s.output) < 6], 5)

@@ -182,4 +182,33 @@ PUBLISHED_HYBRIDS: dict[str, dict[str, Any]] = {
         "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", moe_intermediate_size=40, num_experts=8,
         num_experts_per_tok=3, router_aux_loss_coef=0.001, shared_expert_intermediate_size=56,
     ),
+    "gemma-4-e2b": {
+        "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "audio_token_id": 120,
+        "boa_token_id": 121, "boi_token_id": 122, "eoa_token_index": 123, "eoi_token_id": 124, "eos_token_id": [1, 106],
+        "image_token_id": 125, "video_token_id": 126, "tie_word_embeddings": True, "initializer_range": 0.25,
+        "text_config": {
+            "model_type": "gemma4_text", "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96,
+            "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16,
+            "global_head_dim": 32, "num_global_key_value_heads": None, "num_kv_shared_layers": 3,
+            "attention_k_eq_v": False, "enable_moe_block": False, "final_logit_softcapping": 30.0,
+            "hidden_activation": "gelu_pytorch_tanh", "hidden_size_per_layer_input": 8, "initializer_range": 0.25,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "max_position_embeddings": 256, "sliding_window": 9, "use_bidirectional_attention": None,
+            "use_double_wide_mlp": True, "vocab_size_per_layer_input": 131, "rope_parameters": {
+                "full_attention": {
+                    "partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"
+                },
+                "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+            },
+        },
+        "vision_config": {
+            "model_type": "gemma4_vision", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4,
+            "pooling_kernel_size": 2, "position_embedding_size": 16,
+        },
+        "audio_config": {
+            "model_type": "gemma4_audio", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "output_proj_dims": 32, "subsampling_conv_channels": [8, 4],
+        },
+    },
 }  # fmt: skip

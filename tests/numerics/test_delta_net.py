@@ -13,11 +13,12 @@ import torch
 from manylora_worker.config import WorkerConfig
 from manylora_worker.hosting.engine import host
 from manylora_worker.kinds.api import StepBatch
-from manylora_worker.models.build import build_engine
+from manylora_worker.models.build import _planner, build_engine
 from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.layers.delta_net import find_delta_nets
 from manylora_worker.models.loader import _check_states, load_model
 from manylora_worker.models.ranks.group import RankGroup
+from manylora_worker.models.torch.eager_check import check_against_eager
 from manylora_worker.weights.coverage import coverage_of
 from manylora_worker.weights.source import read_adapter
 from peft import PeftModel
@@ -142,7 +143,10 @@ def test_adapters_of_the_whole_model_and_of_its_text_part(name: str, of: Any, tm
 @pytest.mark.parametrize("name", ["qwen3_5_moe_text", "qwen3_next"])
 def test_beside_experts(name: str, tmp_path: Path) -> None:
     """Adapters on delta nets, attention, shared experts and stacks."""
-    check_mixed_batch(make_mixture(tmp_path, name), tolerance=5e-4)
+    mixture = make_mixture(tmp_path, name)
+    check_mixed_batch(mixture, tolerance=5e-4)
+    narrow = load_model(str(mixture.folder), dtype=torch.bfloat16)
+    check_against_eager(narrow, _planner(narrow))
 
 
 def test_what_is_not_there_yet_is_refused_by_name(family_of: FamilyOf) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from manylora_worker.models.layers.kv_cache import KvCache, KvGeometry
+from manylora_worker.models.layers.kv_cache import KvCache, KvGeometry, LayerKv
 
 GEOMETRY = KvGeometry(num_layers=3, num_kv_heads=2, head_dim=4)
 
@@ -64,3 +64,26 @@ def test_free_blocks_can_be_marked_so_that_reading_them_shows() -> None:
     assert not found.by_block[2].isnan().any()
     found.clear_blocks(torch.tensor([2]))
     assert found.by_block[2].isnan().all()
+
+
+def test_layers_of_different_heads_stand_in_rows_of_one_width() -> None:
+    """The third reads what the first wrote."""
+    geometry = KvGeometry.of([(2, 4), (1, 12), (2, 4)], [0, 1, 0])
+    assert geometry.row_elements == 4
+    assert geometry.token_bytes(torch.float32) == 2 * 4 * (8 + 12)
+    assert geometry.places == (LayerKv(0, 2, 2, 4), LayerKv(2, 3, 1, 12), LayerKv(0, 2, 2, 4, is_own=False))
+    found = KvCache(geometry, num_blocks=5, block_size=2, dtype=torch.float32, device=torch.device("cpu"))
+    rows = torch.tensor([found.token_row(3, 0), found.token_row(3, 1), found.token_row(1, 0)])
+    by_layer = [torch.randn(3, width) for width in (8, 12, 8)]
+    for layer, keys in enumerate(by_layer):
+        found.write(layer, rows, keys, -keys)
+    for layer, keys in enumerate([*by_layer[:2], by_layer[0]]):
+        got_keys, got_values = found.gather(layer, torch.tensor([found.block_row(3), found.block_row(1)]))
+        assert torch.equal(got_keys.view(4, -1)[:3], keys)
+        assert torch.equal(got_values, -got_keys)
+    assert found.by_block[[0, 2, 4]].count_nonzero() == 0
+
+
+def test_layers_that_are_alike_have_a_row_each() -> None:
+    assert KvGeometry.of([(2, 4)] * 3, [0, 1, 2]) == GEOMETRY
+    assert KvGeometry.of([(2, 4)] * 3, [0, 1, 1]).num_layers == 2, "two keep any"

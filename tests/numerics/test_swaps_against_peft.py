@@ -95,7 +95,7 @@ def fight(family: Family, core: EngineCore, requests: list[Asked], uids: dict[st
     [
         ("llama", 0.5),
         *[pytest.param(*each, marks=pytest.mark.wide) for each in [("llama", 0.0), ("gemma2", 0.0), ("gemma2", 0.5)]],
-        pytest.param("qwen3_5_text", 0.0, marks=pytest.mark.slow),
+        *[pytest.param(*each, marks=pytest.mark.slow) for each in [("qwen3_5_text", 0.0), ("gemma4_text", 0.5)]],
     ],
 )
 def test_outputs_are_the_references(family_of: FamilyOf, name: str, cache_share: float) -> None:

@@ -55,6 +55,7 @@ def store_adapter(source: Path, store: Path) -> AdapterUid:
         pytest.param("gemma2", False, marks=pytest.mark.wide),
         pytest.param("gemma2", True, marks=pytest.mark.wide),
         pytest.param("qwen3_5_text", True, marks=pytest.mark.slow),
+        pytest.param("gemma4_text", True, marks=pytest.mark.slow),
     ],
 )
 async def test_worker_equals_peft(family: str, debug_fill_freed: bool, tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ async def test_worker_equals_peft(family: str, debug_fill_freed: bool, tmp_path:
         sequence_slots=8,
         max_batch_tokens=24,
         prefill_chunk_tokens=7,
-        device_adapter_mb=0.4 if family == "qwen3_5_text" else 0.25,  # it has more layers
+        device_adapter_mb={"qwen3_5_text": 0.4, "gemma4_text": 0.6}.get(family, 0.25),  # these have more layers
         threads=1,
         debug_fill_freed=debug_fill_freed,
     )

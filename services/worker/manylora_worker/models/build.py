@@ -181,7 +181,7 @@ def _shape(loaded: LoadedModel) -> ModelShape:
     return ModelShape(
         layer_parameters=_active_parameters(spec),
         head_parameters=config.hidden_size * spec.vocab_size,
-        attention=4 * spec.kv.num_layers * config.num_attention_heads * spec.kv.head_dim,
+        attention=4 * config.num_attention_heads * sum(place.head_dim for place in spec.kv.places),
     )
 
 

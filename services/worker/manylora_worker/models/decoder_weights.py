@@ -166,7 +166,8 @@ def read_decoder(loaded: LoadedModel) -> DecoderWeights | None:
     body = model.get_decoder()
     head = model.get_output_embeddings()
     activation = _ACTIVATIONS.get(str(getattr(config, "hidden_act", getattr(config, "hidden_activation", ""))))
-    if activation is None or not _is_plain_head(head) or loaded.spec.kv.state is not None:
+    kv = loaded.spec.kv
+    if activation is None or not _is_plain_head(head) or kv.state is not None or kv.layers:
         return None
     norm = _rms_norm(getattr(body, "norm", None))
     if norm is None or not hasattr(body, "layers") or not hasattr(body, "rotary_emb"):

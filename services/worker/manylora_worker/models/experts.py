@@ -33,7 +33,7 @@ _BIASES = frozenset({f"{GATE_UP}_bias", f"{DOWN}_bias"})
 
 @dataclass(frozen=True)
 class FoundExperts:
-    """path: of the block that has `experts` and a router of that name."""
+    """path: of the block that has `experts` and a router of that name; empty: its router is not ours."""
 
     path: str
     shape: ExpertShape
@@ -57,16 +57,17 @@ class FoundExperts:
 
 
 def find_experts(model: PreTrainedModel) -> list[FoundExperts]:
+    config = model.config.get_text_config()
     found = []
     for path, block in model.named_modules():
         name = next((each for each in ("gate", "router") if hasattr(block, each)), "")
         router, experts = getattr(block, name, None), getattr(block, "experts", None)
-        top_k = getattr(router, "top_k", None)
+        top_k = getattr(router, "top_k", getattr(config, "top_k_experts", None))
         if not isinstance(router, nn.Module) or not isinstance(experts, nn.Module) or not isinstance(top_k, int):
             continue
         shape = _shape(experts, top_k) or _shape_in_turn(experts, top_k)
-        if shape is not None and _is_known(router, shape):
-            found.append(FoundExperts(path, shape, name))
+        if shape is not None and (_is_known(router, shape) or not shape.in_turn):
+            found.append(FoundExperts(path, shape, name if _is_known(router, shape) else ""))
     return found
 
 
@@ -101,10 +102,11 @@ def _shape_in_turn(experts: nn.Module, top_k: int) -> ExpertShape | None:
 
 
 def modules_of(found: list[FoundExperts]) -> dict[str, tuple[int, int]]:
-    """Routers and experts, as linears.linear_modules."""
+    """Routers that are ours and experts, as linears.linear_modules."""
     modules: dict[str, tuple[int, int]] = {}
     for each in found:
-        modules |= {each.router: (each.shape.hidden, each.shape.experts), **each.modules}
+        router = {each.router: (each.shape.hidden, each.shape.experts)} if each.router_name else {}
+        modules |= {**router, **each.modules}
     return modules
 
 
@@ -121,6 +123,8 @@ def _install_routers(
 ) -> list[Site]:
     sites: list[Site] = []
     for each in found:
+        if not each.router_name:
+            continue
         block, shape = model.get_submodule(each.path), each.shape
         site = Site(first_site + len(sites), shape.hidden, (Slot(each.router, 0, shape.experts),))
         setattr(block, each.router_name, _router(getattr(block, each.router_name), site, switch))
@@ -206,24 +210,31 @@ def taken_over(model: PreTrainedModel, found: list[FoundExperts]) -> list[FoundE
 
 
 def _computes_alike(block: nn.Module, found: FoundExperts) -> bool:
-    experts, router = block.experts, getattr(block, found.router_name)
-    weight = router.weight
+    experts, router = block.experts, getattr(block, found.router_name) if found.router_name else None
+    weight = experts.down_proj
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, _CHECKED_ROWS, found.shape.hidden, generator=generator).to(weight.device, weight.dtype)
     switch = LoraSwitch()
     own = (_gate_up_site(0, "", found.shape), _down_site(1, "", found.shape))
     ours = _experts(experts, found.shape, own, switch)
     with torch.inference_mode():
-        expected = _result(block(x))
-        block.experts = ours
-        setattr(block, found.router_name, _router(router, Site(0, found.shape.hidden, ()), switch))
         try:
-            got = _result(block(x))
-        except (TypeError, ValueError, RuntimeError, AttributeError):
+            if router is None:
+                chosen = torch.arange(_CHECKED_ROWS * found.shape.top_k, device=weight.device) % found.shape.experts
+                chosen = chosen.view(_CHECKED_ROWS, -1)
+                shares = torch.rand(chosen.shape, generator=generator).to(weight.device)
+                expected, got = (_result(each(x[0], chosen, shares)) for each in (experts, ours))
+            else:
+                expected = _result(block(x))
+                block.experts = ours
+                setattr(block, found.router_name, _router(router, Site(0, found.shape.hidden, ()), switch))
+                got = _result(block(x))
+        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError):
             return False
         finally:
             block.experts = experts
-            setattr(block, found.router_name, router)
+            if router is not None:
+                setattr(block, found.router_name, router)
     tolerance = 1e-4 if weight.dtype is torch.float32 else 0.05
     return bool((got - expected).norm() <= tolerance * expected.norm())
 

@@ -109,7 +109,7 @@ def _add(model: PreTrainedModel, config: Mapping[str, object], tensors: Mapping[
         parts[path][part] = tensor
     mixtures = find_experts(model)
     stacks = {each.stack: each.shape for each in mixtures}
-    routers = {each.router for each in mixtures}
+    routers = {each.router for each in mixtures if each.router_name}
     tokens = {path: parts.pop(path) for path in [path for path, own in parts.items() if TOKENS in own]}
     _merge_tokens(model, settings, tokens)
     merge_stacks(model, stacks, parts, matcher)

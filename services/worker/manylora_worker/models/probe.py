@@ -35,6 +35,8 @@ class _Recorder:
 
     # layer -> (kv heads, key head dim, value head dim)
     layers: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    sources: dict[int, int] = field(default_factory=dict)  # layer -> itself, or that whose keys and values it has
+    handed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     traits: dict[int, AttentionTraits] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     recurring: list[int] = field(default_factory=list)
@@ -65,6 +67,9 @@ class _Recorder:
         strange = sorted(k for k, v in effective.items() if isinstance(v, Tensor) or v)
         if strange:
             self.problems.append(f"its attention uses {', '.join(strange)}, which is not supported")
+        same = (i for i, (keys, values) in self.handed.items() if keys is key and values is value)
+        self.sources[layer] = next(same, layer)
+        self.handed[layer] = (key, value)
         self.layers[layer] = (key.shape[1], key.shape[3], value.shape[3])
         self.traits[layer] = AttentionTraits(query.shape[1], scaling, sliding_window, softcap, _rotates(key), sinks)
         _, num_heads, num_rows, _ = query.shape
@@ -110,15 +115,13 @@ def probe(model: PreTrainedModel, state: StateGeometry | None = None) -> Probe:
             f"{len(recorder.layers)} of {num_layers} layers go through transformers' attention interface"
         )
     shapes = set(recorder.layers.values())
-    if len(shapes) > 1:
-        recorder.problems.append(f"key and value heads differ from layer to layer: {sorted(shapes)}")
-    elif any(key_dim != value_dim for _, key_dim, value_dim in shapes):
+    if any(key_dim != value_dim for _, key_dim, value_dim in shapes):
         recorder.problems.append(f"keys and values have different head sizes: {sorted(shapes)}")
     if recorder.problems:
         raise ModelRefused(f"{label}: " + "; ".join(dict.fromkeys(recorder.problems)))
-    num_kv_heads, head_dim, _ = recorder.layers[0]
+    layers = range(num_layers)
     return Probe(
-        KvGeometry(num_layers, num_kv_heads, head_dim, state),
+        KvGeometry.of([recorder.layers[i][:2] for i in layers], [recorder.sources[i] for i in layers], state),
         vocab_size=output.logits.shape[-1],
         attention_traits=[recorder.traits[i] for i in range(num_layers)],
     )

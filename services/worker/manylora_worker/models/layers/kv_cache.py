@@ -6,6 +6,7 @@ Where a model has recurrent layers, a sequence's first blocks hold their state i
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,13 +36,45 @@ class StateGeometry:
 
 
 @dataclass(frozen=True)
+class LayerKv:
+    """Where a layer's keys and values stand: in `count` of a block's rows from `first` on, side by side."""
+
+    first: int
+    count: int
+    num_kv_heads: int
+    head_dim: int
+    is_own: bool = True  # False: it reads those that a layer before it writes
+
+
+@dataclass(frozen=True)
 class KvGeometry:
-    """The same in every layer that attends; the loader refuses other models."""
+    """Of a block, `num_layers` rows of keys and as many of values; layers that are alike have one each."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     state: StateGeometry | None = None  # of layers that do not attend
+    layers: tuple[LayerKv, ...] = ()  # empty: all are alike
+
+    @classmethod
+    def of(
+        cls, shapes: Sequence[tuple[int, int]], sources: Sequence[int], state: StateGeometry | None = None
+    ) -> KvGeometry:
+        """shapes: KV heads and their size, by layer. sources: by layer, itself or the one whose KV it reads."""
+        if len(set(shapes)) == 1 and list(sources) == list(range(len(shapes))):
+            return cls(len(shapes), *shapes[0], state)
+        unit = math.gcd(*(heads * head_dim for heads, head_dim in shapes))
+        layers: list[LayerKv] = []
+        end = 0
+        for index, (source, (heads, head_dim)) in enumerate(zip(sources, shapes, strict=True)):
+            count, is_own = heads * head_dim // unit, source == index
+            layers.append(LayerKv(end if is_own else layers[source].first, count, heads, head_dim, is_own))
+            end += count if is_own else 0
+        return cls(end, 1, unit, state, tuple(layers))
+
+    @property
+    def places(self) -> tuple[LayerKv, ...]:
+        return self.layers or tuple(LayerKv(i, 1, self.num_kv_heads, self.head_dim) for i in range(self.num_layers))
 
     @property
     def row_elements(self) -> int:
@@ -63,7 +96,9 @@ class KvGeometry:
 #     arena row = block * (2 * num_layers) + 2 * layer + (0 keys | 1 values)    holds [block_size, kv_heads, head_dim]
 #     token row = arena row * block_size + position % block_size                holds [kv_heads, head_dim]
 #
-# A layer's view starts `2 * layer + kv` arena rows further on: one index tensor a step serves every layer.
+# A layer's view starts `2 * layer + kv` arena rows further on: one index tensor a step serves every layer. Where layers
+# differ in their widths, a row is as wide as their greatest common divisor, and a layer has several ("layer" above is
+# then a part of one), so that pool, swapping and indices know nothing of it.
 class KvCache:
     def __init__(
         self,
@@ -93,14 +128,17 @@ class KvCache:
         self._by_block_id = self._arena.view(num_blocks, rows_per_block * block_size * row_elements)
         by_token = self._arena.view(num_blocks * rows_per_block * block_size, row_elements)
         layers = range(geometry.num_layers)
+        self._places = geometry.places
         self._gathered = (self._arena.new_empty(0, 0), self._arena.new_empty(0, 0))
+        self._joined = (self._arena.new_empty(0), self._arena.new_empty(0))
         self._block_views = [(self._arena[2 * i :], self._arena[2 * i + 1 :]) for i in layers]
         self._token_views = [(by_token[2 * i * block_size :], by_token[(2 * i + 1) * block_size :]) for i in layers]
 
     @property
     def most_gathered_blocks(self) -> int | None:
         """At a time: on the CPU what its caches hold; None: any number."""
-        block_bytes = self.block_size * self.geometry.row_elements * self.dtype.itemsize
+        widest = max(place.count for place in self._places) * self.geometry.row_elements
+        block_bytes = self.block_size * widest * self.dtype.itemsize
         return max(1, _GATHERED_BYTES // block_bytes) if self._arena.device.type == "cpu" else None
 
     @property
@@ -124,7 +162,21 @@ class KvCache:
 
     def gather(self, layer: int, block_rows: Tensor) -> tuple[Tensor, Tensor]:
         """[len(block_rows), block_size * kv_heads * head_dim] each, good until the next call."""
-        keys, values = self._block_views[layer]
+        place = self._places[layer]
+        if place.count == 1:
+            return self._gather(place.first, block_rows)
+        shape = (block_rows.shape[0], self.block_size, place.count, self.geometry.row_elements)
+        size = math.prod(shape)
+        if self._joined[0].shape[0] < size:
+            self._joined = (self._arena.new_empty(2 * size), self._arena.new_empty(2 * size))
+        keys, values = (x[:size].view(shape) for x in self._joined)
+        for part in range(place.count):
+            own = self._gather(place.first + part, block_rows)
+            keys[:, :, part], values[:, :, part] = (x.view(*shape[:2], -1) for x in own)
+        return keys.flatten(1), values.flatten(1)
+
+    def _gather(self, row: int, block_rows: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self._block_views[row]
         if self._arena.device.type != "cpu":
             return keys.index_select(0, block_rows), values.index_select(0, block_rows)
         count = block_rows.shape[0]
@@ -138,10 +190,15 @@ class KvCache:
         )
 
     def write(self, layer: int, token_rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """keys, values: [num_tokens, kv_heads * head_dim]."""
-        key_view, value_view = self._token_views[layer]
-        key_view.index_copy_(0, token_rows, keys)
-        value_view.index_copy_(0, token_rows, values)
+        """keys, values: [num_tokens, kv_heads * head_dim]. Of a layer that reads another's: they stand there."""
+        place = self._places[layer]
+        if not place.is_own:
+            return
+        parts = zip(keys.chunk(place.count, 1), values.chunk(place.count, 1), strict=True)
+        for row, (own_keys, own_values) in enumerate(parts, place.first):
+            key_view, value_view = self._token_views[row]
+            key_view.index_copy_(0, token_rows, own_keys)
+            value_view.index_copy_(0, token_rows, own_values)
 
     def clear_blocks(self, block_ids: Tensor) -> None:
         # zero, or NaN, as free blocks are

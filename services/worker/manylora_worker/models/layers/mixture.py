@@ -112,7 +112,7 @@ class LoraExperts(nn.Module):
             outputs = F.linear(gated, self.down[expert], None if down_bias is None else down_bias[expert])
             if lora is not None:
                 lora.add(down_site, expert, told, gated, outputs)
-            result.index_add_(0, own, outputs * shares[start : start + count])
+            result.index_add_(0, own, (outputs * shares[start : start + count]).to(result.dtype))
             start += count
         return result
 
