@@ -18,6 +18,7 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4TextConfig,
     GemmaConfig,
+    Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
@@ -133,6 +134,11 @@ MIXTURES: dict[str, Callable[[], PretrainedConfig]] = {
     "gpt_oss": lambda: GptOssConfig(
         **(_SHAPE | {"intermediate_size": 40}), head_dim=16, num_local_experts=8, num_experts_per_tok=3,
         sliding_window=WINDOW, rope_parameters=_GPT_OSS_ROPE,
+    ),
+    # a router of sigmoids, which is not ours, and a shared expert
+    "glm4_moe": lambda: Glm4MoeConfig(
+        **_SHAPE, head_dim=16, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, n_shared_experts=1,
+        first_k_dense_replace=1, n_group=1, topk_group=1,
     ),
 }  # fmt: skip
 

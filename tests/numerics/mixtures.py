@@ -37,13 +37,15 @@ class Mixture:
     references: Mapping[str | None, Reference]  # of one adapter each: peft has adapters of equal targets together
 
 
-def make_mixture(parent: Path, family: str = "qwen3_moe") -> Mixture:
+def make_mixture(
+    parent: Path, family: str = "qwen3_moe", recipes: Mapping[str, Mapping[str, Any]] = RECIPES
+) -> Mixture:
     folder = parent / f"tiny-{family}"
     model = make_model(family, folder)
     model.name_or_path = f"someone/tiny-{family}"
     adapters = {
         name: save_adapter(model, folder.parent / name, seed, **recipe)
-        for seed, (name, recipe) in enumerate(RECIPES.items())
+        for seed, (name, recipe) in enumerate(recipes.items())
     }
 
     def reference(adapters: Mapping[str, Path]) -> Reference:

@@ -13,16 +13,16 @@ from manylora_shared.composition import Part, key_of
 from manylora_worker.models import experts as experts_module
 from manylora_worker.models.build import _active_parameters, _planner
 from manylora_worker.models.checkpoint import ModelRefused
-from manylora_worker.models.experts import find_experts
 from manylora_worker.models.layers.mixture import LoraExperts
 from manylora_worker.models.loader import load_model
 from manylora_worker.models.torch.decoder import trusted_weights
 from manylora_worker.models.torch.eager_check import check_against_eager
+from manylora_worker.weights.source import AdapterInvalid, read_adapter
 from transformers import AutoModelForCausalLM
 
-from tests.numerics.adapters import MLP, Reference, save_adapter
-from tests.numerics.driver import Driver, Stream, make_runner, prompts, put_adapter
-from tests.numerics.mixtures import OWN_PATTERNS, TOLERANCE, Mixture, check_mixed_batch, make_mixture
+from tests.numerics.adapters import ATTENTION, MLP, Reference, save_adapter
+from tests.numerics.driver import LIMITS, Driver, Stream, make_runner, prompts, put_adapter
+from tests.numerics.mixtures import OWN_PATTERNS, RECIPES, TOLERANCE, Mixture, check_mixed_batch, make_mixture
 
 pytestmark = OWN_PATTERNS
 
@@ -65,20 +65,24 @@ def test_what_is_loaded(mixture: Mixture) -> None:
     assert _active_parameters(loaded.spec) == active
 
 
+@pytest.mark.parametrize("name", ["LoraRouter", "LoraExperts"])
 def test_blocks_that_compute_otherwise_stay_as_they_are(
-    mixture: Mixture, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    mixture: Mixture, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    chosen = experts_module.LoraRouter.forward
+    """Experts behind a router that is not ours are ours all the same."""
+    ours = getattr(experts_module, name).forward
 
-    def other(self: Any, x: torch.Tensor) -> Any:
-        logits, shares, experts = chosen(self, x)
-        return logits, shares * 1.1, experts
+    def other(self: Any, x: torch.Tensor, *more: torch.Tensor) -> Any:
+        found = ours(self, x, *more)
+        return found * 1.1 if more else (found[0], found[1] * 1.1, found[2])
 
-    monkeypatch.setattr(experts_module.LoraRouter, "forward", other)
+    monkeypatch.setattr(getattr(experts_module, name), "forward", other)
     loaded = load_model(str(mixture.folder))
-    assert not loaded.spec.experts
-    assert "runs as transformers wrote it" in caplog.text
-    assert len(find_experts(loaded.model)) == 2
+    router = "model.layers.0.mlp.gate"
+    assert (len(loaded.spec.experts), router in loaded.spec.modules) == (2 if name == "LoraRouter" else 0, False)
+    what = f"the router of {router.removesuffix('.gate')}" if name == "LoraRouter" else router.removesuffix(".gate")
+    assert f"{what} is none as we know it: it runs as transformers wrote it" in caplog.text
+    check_against_eager(loaded, _planner(loaded))
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "fp8"])
@@ -96,3 +100,15 @@ def test_mlp_names_are_those_of_experts(mixture: Mixture, tmp_path: Path) -> Non
     prompt = prompts(1, seed=4)[0]
     expected = Reference(model.eval(), {"mlp": folder}).logits(prompt, "mlp")[-1]
     torch.testing.assert_close(driver.logits([Stream(prompt, uid)])[0], expected, atol=TOLERANCE, rtol=0)
+
+
+def test_behind_a_router_that_is_not_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its adapters are on all but the router; one of the router is refused."""
+    named = {"all-linear": {"r": 4, "lora_alpha": 8, "target_modules": [*ATTENTION, *MLP]}}
+    glm = make_mixture(tmp_path, "glm4_moe", RECIPES | named)
+    assert "the router of model.layers.1.mlp is none as we know it" in caplog.text
+    check_mixed_batch(glm)
+    model = AutoModelForCausalLM.from_pretrained(glm.folder, dtype=torch.float32)
+    folder = save_adapter(model, tmp_path / "router", 9, r=2, target_modules=[], target_parameters=["gate.weight"])
+    with pytest.raises(AdapterInvalid, match=r"the base model has no linear layer model\.layers\.1\.mlp\.gate"):
+        read_adapter(folder, glm.loaded.adapter_base(), LIMITS)

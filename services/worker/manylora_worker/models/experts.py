@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -197,16 +197,22 @@ def _down_site(index: int, stack: str, shape: ExpertShape) -> Site:
 
 
 def taken_over(model: PreTrainedModel, found: list[FoundExperts]) -> list[FoundExperts]:
-    """Those that ours compute as transformers does: of each kind of block one is tried."""
-    by_kind: dict[type[nn.Module], bool] = {}
+    """Those that ours compute as transformers does, and their routers where they do, too: one of each kind is tried."""
+    routers: dict[type[nn.Module], str | None] = {}
+    taken = []
     for each in found:
         block = model.get_submodule(each.path)
         kind = type(block)
-        if kind not in by_kind:
-            by_kind[kind] = _computes_alike(block, each)
-            if not by_kind[kind]:
-                _LOG.warning("%s is no softmax of experts as we know it: it runs as transformers wrote it", each.path)
-    return [each for each in found if by_kind[type(model.get_submodule(each.path))]]
+        if kind not in routers:
+            names = dict.fromkeys((each.router_name, ""))
+            routers[kind] = next((n for n in names if _computes_alike(block, replace(each, router_name=n))), None)
+            if routers[kind] != each.router_name:
+                what = each.path if routers[kind] is None else f"the router of {each.path}"
+                _LOG.warning("%s is none as we know it: it runs as transformers wrote it, without adapters", what)
+        name = routers[kind]
+        if name is not None:
+            taken.append(replace(each, router_name=name))
+    return taken
 
 
 def _computes_alike(block: nn.Module, found: FoundExperts) -> bool:

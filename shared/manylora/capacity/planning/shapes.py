@@ -76,6 +76,7 @@ _NAMES = {
 _UNPLANNED = {
     "num_experts": "a mixture of experts",
     "num_local_experts": "a mixture of experts",
+    "n_routed_experts": "a mixture of experts",
     "linear_num_value_heads": "gated delta nets, which no GPU serves",
     "global_head_dim": "heads that differ from layer to layer",
     "per_layer_config": "layers that differ",
