@@ -46,7 +46,7 @@ class Setup:
 
     def next_events(self, count: int = 1) -> list[AdapterEvent]:
         for _ in range(count):
-            assert self.woken.acquire(timeout=10)
+            assert self.woken.acquire(timeout=60)
         return list(self.backend.poll())
 
 
