@@ -1,4 +1,5 @@
-"""Routers are killed, then everything is restarted one by one, under callers with the Python client: nobody sees it.
+"""Everything is restarted one by one, then routers are killed, under callers with the Python client: nobody sees it,
+and the ledger of the restarts has to the token what callers got.
 
 The model is a fake, so that every token is known beforehand. `ROLLING_ROUNDS=3 pytest tests/e2e/test_rolling.py -m
 wide` restarts everything three times over.
@@ -28,6 +29,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.wide]
 TENANT = "acme"
 STREAMS = 24
 TOKENS = 400
+CALL_TOKENS = 2
 PROMPT = [5, 6, 7]
 NEW_EACH_S = 0.1
 BACK_S = 60.0
@@ -79,7 +81,7 @@ class Load:
 
     async def _call(self) -> None:
         began = time.monotonic()
-        result = await self.client.complete(PROMPT, max_tokens=2, ignore_eos=True)
+        result = await self.client.complete(PROMPT, max_tokens=CALL_TOKENS, ignore_eos=True)
         assert result.outcome == "completed"
         self.calls += 1
         self.slowest_call_s = max(self.slowest_call_s, time.monotonic() - began)
@@ -107,7 +109,8 @@ class Load:
 
 
 @asynccontextmanager
-async def loaded(tmp_path: Path) -> AsyncIterator[tuple[LocalCluster, Client, Load]]:
+async def started(tmp_path: Path) -> AsyncIterator[tuple[LocalCluster, Client, Client]]:
+    """With an operator's client and a tenant's."""
     options = ClusterOptions(
         model=BASE_FOLDER,
         model_name="fake",
@@ -123,14 +126,19 @@ async def loaded(tmp_path: Path) -> AsyncIterator[tuple[LocalCluster, Client, Lo
         async with Client(servers) as operator, Client(servers, tenant=TENANT) as client:
             await operator.tenants.apply(f"tenant_id: {TENANT}\n")
             await asyncio.sleep(0.5)  # the other router hears of the tenant
-            load = Load(client)
-            running = asyncio.create_task(load.run())
-            await asyncio.sleep(1.0)
-            try:
-                yield cluster, operator, load
-            finally:
-                load.end()
-                await running
+            yield cluster, operator, client
+
+
+@asynccontextmanager
+async def loaded(client: Client) -> AsyncIterator[Load]:
+    load = Load(client)
+    running = asyncio.create_task(load.run())
+    await asyncio.sleep(1.0)
+    try:
+        yield load
+    finally:
+        load.end()
+        await running
     load.check()
 
 
@@ -147,19 +155,38 @@ async def back(cluster: LocalCluster, operator: Client, name: str, before: Mappi
             await asyncio.sleep(0.05)
 
 
+async def check_ledger(operator: Client, load: Load) -> None:
+    """Prompts once, and each token once, whichever router had it."""
+    right = {
+        "prompt_tokens": len(PROMPT) * (len(load.results) + load.calls),
+        "completion_tokens": sum(TOKENS * len(result.choices) for _, result in load.results) + CALL_TOKENS * load.calls,
+        "unread_tokens": 0,
+    }
+    found: dict[str, int] = {}
+    until = time.monotonic() + BACK_S
+    while found != right and time.monotonic() < until:
+        await asyncio.sleep(0.5)  # rows are shipped
+        rows = [row async for row in operator.usage.rows(tenant=TENANT)]
+        found = {name: sum(row[name] for row in rows) for name in right}
+    assert found == right
+
+
 async def test_nobody_sees_what_goes(tmp_path: Path) -> None:
-    async with loaded(tmp_path) as (cluster, operator, load):
-        for name in ("router-0", "router-1"):
-            before = cluster.children[name].ready
-            os.kill(cluster.pids[name], signal.SIGKILL)
-            await back(cluster, operator, name, before)
-        killed = load.told()
-        for _ in range(ROUNDS):
-            for name in ("worker-0", "worker-1", "scheduler-1", "scheduler", "router-0", "router-1"):
+    async with started(tmp_path) as (cluster, operator, client):
+        async with loaded(client) as load:
+            for _ in range(ROUNDS):
+                for name in ("worker-0", "worker-1", "scheduler-1", "scheduler", "router-0", "router-1"):
+                    before = cluster.children[name].ready
+                    kind = await operator.drain(name)
+                    assert name.startswith(kind)
+                    await back(cluster, operator, name, before)
+            restarted = load.told()
+        await check_ledger(operator, load)
+        async with loaded(client) as load:
+            for name in ("router-0", "router-1"):
                 before = cluster.children[name].ready
-                kind = await operator.drain(name)
-                assert name.startswith(kind)
+                os.kill(cluster.pids[name], signal.SIGKILL)
                 await back(cluster, operator, name, before)
-    told = load.told()
-    print(json.dumps({"bench": "rolling", "rounds": ROUNDS, "routers_killed": killed, "and_all_restarted": told}))
-    assert told["resumed"] > STREAMS
+            killed = load.told()
+    print(json.dumps({"bench": "rolling", "rounds": ROUNDS, "all_restarted": restarted, "and_routers_killed": killed}))
+    assert restarted["resumed"] > STREAMS

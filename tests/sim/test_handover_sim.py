@@ -158,6 +158,10 @@ async def disturb(cluster: Cluster, rng: random.Random, *, routers: bool, kills:
 def check_charges(cluster: Cluster, callers: Callers, *, routers: bool, kills: bool) -> None:
     billed = cluster.meter.billed
     assert all(len(bills) <= 1 for bills in billed.values()), "a request is billed once"
+    if not kills:
+        told = {request_id for asked in callers.asked for request_id in asked.ids}
+        untold = {request_id: bills for request_id, bills in billed.items() if request_id not in told and sum(bills)}
+        assert not untold, f"billed, and their callers were told nothing and asked anew: {untold}"
     for asked in {id(each.call): each for each in callers.asked}.values():
         ids = dict.fromkeys(i for each in callers.asked if each.call is asked.call for i in each.ids)
         charged = sum(sum(billed.get(request_id, ())) for request_id in ids)
@@ -255,6 +259,10 @@ def _drawn_in_vain_is_charged(original: Any) -> Any:
     return lambda self: None
 
 
+def _told_nobody_and_charged(original: Any) -> Any:
+    return lambda self: None
+
+
 def _text_again(original: Any) -> Any:
     def go_on(self: Any, delivered: Any, max_tokens: int) -> Any:
         return original(self, [(token_ids, 0) for token_ids, _ in delivered], max_tokens)
@@ -282,6 +290,7 @@ def _last_token_is_forgotten(original: Any) -> Any:
         (AnswerOwners, "leave", _nobody_knows_what_was_charged),
         (TokenLease, "taken_over", _charged_again),
         (TokenLease, "hand_over", _drawn_in_vain_is_charged),
+        (TokenLease, "forgive", _told_nobody_and_charged),
         (Choices, "go_on", _text_again),
         (Progress, "request", _last_token_is_forgotten),
     ],

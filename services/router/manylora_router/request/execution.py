@@ -213,8 +213,10 @@ class Execution:
 
     def hand_over(self, error: ManyloraError) -> list[Frame]:
         """Ends it here for its caller to go on elsewhere behind these frames. They have no Finished, and what is behind
-        them is not charged.
+        them is not charged. Whoever was told nothing begins anew, and its prompt is charged there.
         """
+        if not self.has_told and not self._untold:
+            self._lease.forgive()
         self.error = error
         self.outcome = common_pb2.OUTCOME_CANCELLED
         self._lease.hand_over()
