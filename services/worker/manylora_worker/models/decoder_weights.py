@@ -170,7 +170,7 @@ def read_decoder(loaded: LoadedModel) -> DecoderWeights | None:
     if activation is None or not _is_plain_head(head) or kv.state is not None or kv.layers:
         return None
     norm = _rms_norm(getattr(body, "norm", None))
-    if norm is None or not hasattr(body, "layers") or not hasattr(body, "rotary_emb"):
+    if norm is None or not hasattr(body, "layers") or getattr(body, "rotary_emb", None) is None:
         return None
     ropes, rope_of = _rope_tables(loaded, body.rotary_emb, config)
     found = [_read_layer(loaded, layer, i, rope_of(i), activation) for i, layer in enumerate(body.layers)]
