@@ -73,7 +73,7 @@ def serve(
     return [tokens[str(i), 0] for i in range(len(requests))], num_cached, core.stats()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", pytest.param("gemma4_text", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("name", ["llama", "gemma2", pytest.param("gemma4_text", marks=pytest.mark.slow)])
 def test_the_cache_changes_no_token(family_of: FamilyOf, name: str) -> None:
     family = family_of(name)
     requests = asked(family, seed=3)
