@@ -29,6 +29,7 @@
 #     |-- AdapterFailed             its weights do not load, or overflow
 #     |-- QuotaExhausted            the tokens ran out while the answer streamed
 #     |-- SlowReader
+#     |-- DataLost                  what is stored is not what was put there
 #     `-- InternalError
 
 from __future__ import annotations
@@ -290,6 +291,11 @@ class SlowReader(Interrupted):
     code = Code.RESOURCE_EXHAUSTED
     label = "slow_reader"
     own_http = HttpError(408, "timeout_error")
+
+
+class DataLost(Interrupted):
+    code = Code.DATA_LOSS
+    label = "data_lost"
 
 
 class InternalError(Interrupted):

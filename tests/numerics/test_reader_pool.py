@@ -398,6 +398,13 @@ def test_a_sealed_adapter_is_read_as_a_plain_one(family: Family, base: AdapterBa
             assert torch.equal(adapter.buffer, expected.buffer)
             reader.free(adapter)
         assert coverage_of(tmp_path, expected.layout, base, keys=keys) == coverage_of(plain, expected.layout, base)
+        for name in FILE_NAMES:
+            whole = (tmp_path / name).read_bytes()
+            (tmp_path / name).write_bytes(whole[:20])
+            for reader in (local, pool):
+                with pytest.raises(AdapterInvalid, match=f"{name}: the sealed file ends in its header"):
+                    reader.read(tmp_path, uid)
+            (tmp_path / name).write_bytes(whole)
         weights = tmp_path / "adapter_model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1] + b"x")
         for reader in (local, pool):

@@ -29,6 +29,7 @@ from manylora_shared.encryption.sealing import (
     opened,
     seal,
 )
+from manylora_shared.errors import Code
 
 CHUNK = 32
 KEY = DataKey("acme", "0f" * 16, b"k" * 32)
@@ -126,6 +127,15 @@ def test_any_change_of_a_sealed_file_is_found(case: tuple[bytes, bytes]) -> None
         open_bytes(changed, NAME, KEYS)
     with pytest.raises((SealBroken, Sealed)):
         SealedFile(io.BytesIO(changed), NAME, KEYS).readall()
+
+
+def test_damage_in_the_store_is_no_fault_of_who_asks() -> None:
+    for cut in (len(MAGIC) + 1, len(sealed_of(b"")) - 1):
+        with pytest.raises(SealBroken) as caught:
+            open_bytes(sealed_of(b"")[:cut], NAME, KEYS)
+        assert caught.value.code is Code.DATA_LOSS
+        assert caught.value.http.status == 500
+    assert Sealed("its key is gone").http.status == 500
 
 
 @given(contents)

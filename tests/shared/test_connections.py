@@ -87,6 +87,17 @@ async def test_one_tenants_connections_do_not_take_anothers() -> None:
         assert sum(is_cut(ours) for ours, _ in greedy) == 6
 
 
+async def test_one_connection_is_cut_off_by_its_name() -> None:
+    port, found = Port(), Connections(capacity=6)
+    with port.held:
+        ours, name = port.dial()
+        other, _ = port.dial()
+        await found.sweep(port.number)
+        found.cut(name)
+        assert is_cut(ours)
+        assert not is_cut(other)
+
+
 async def test_where_no_file_is_left_there_is_room_again() -> None:
     port, found = Port(), Connections(capacity=100, max_strangers=2)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -27,7 +27,7 @@ STATUSES: dict[Code, set[int]] = {
     Code.ALREADY_EXISTS: {409},
     Code.PERMISSION_DENIED: {403},
     Code.RESOURCE_EXHAUSTED: {408, 429, 503},
-    Code.FAILED_PRECONDITION: {400},
+    Code.FAILED_PRECONDITION: {400, 500},
     Code.ABORTED: {409},
     Code.OUT_OF_RANGE: {400},
     Code.UNIMPLEMENTED: {501},

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from manylora_shared.encryption.sealing import MAGIC, NoKeys, Sealed, SealingKeys
-from manylora_shared.errors import InvalidRequest
+from manylora_shared.errors import DataLost
 from manylora_shared.ids import AdapterDigest, AdapterUid, TenantId, adapter_uid
 from manylora_shared.stores.adapter_files import CONFIG_NAME, WEIGHTS_NAME, AdapterFiles, LocalAdapterFiles
 from manylora_shared.stores.bucket import Bucket
@@ -173,7 +173,7 @@ async def test_documents_are_sealed_under_their_path(place: Place) -> None:
         await place.documents(None).get(path)
     if place._bucket is None:
         (place.root / path).rename(place.root / other)
-        with pytest.raises(InvalidRequest, match="not what was sealed"):
+        with pytest.raises(DataLost, match="not what was sealed"):
             await documents.get(other)
 
 

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from manylora_shared.errors import InvalidRequest, Unready
+from manylora_shared.errors import DataLost, HttpError, Unready
 
 MAGIC = b"\x93MLSEAL1"  # no JSON begins so, and no safetensors file has a header of that length
 KEY_BYTES = 32
@@ -36,7 +36,7 @@ MAX_HEADER_BYTES = _FIXED.size + 255
 _DOMAIN = b"manylora-seal-1\0"
 
 
-class SealBroken(InvalidRequest):
+class SealBroken(DataLost):
     """What is there is not what was sealed under this name."""
 
     label = "seal_broken"
@@ -46,6 +46,7 @@ class Sealed(Unready):
     """It is sealed under a key that there is not, or not here."""
 
     label = "sealed"
+    own_http = HttpError(500, "server_error")  # nothing that the caller sends would change it
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class _Cipher:
             raise self._broken(number) from None
 
     def _broken(self, number: int) -> SealBroken:
-        return SealBroken.of(self._name, f"is not what was sealed under this name, from byte {number * CHUNK_BYTES} on")
+        return SealBroken(f"{self._name} is not what was sealed under this name, from byte {number * CHUNK_BYTES} on")
 
 
 def _nonce(number: int, is_last: bool) -> bytes:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from manylora_shared.encryption.sealing import NoKeys, OpeningKeys, Sealed, SealingKeys
-from manylora_shared.errors import FieldViolation, InvalidRequest
+from manylora_shared.errors import DataLost, FieldViolation, InvalidRequest
 from manylora_shared.ids import AdapterDigest, AdapterUid, TenantId, adapter_uid, digest_of, is_digest, is_uid, owner_of
 from manylora_shared.stores.adapter_rope import with_rope
 from manylora_shared.stores.adapter_tokenizer import BroughtTokenizer, brought_by
@@ -504,7 +504,7 @@ class LocalAdapterFiles:
                 if there.plain_bytes != here.plain_bytes:
                     return False
             return self._digest(target) == digest
-        except (InvalidRequest, PermissionError, Sealed):
+        except (InvalidRequest, DataLost, PermissionError, Sealed):
             return False
 
     def _problem(self, folder: Path, digest: AdapterDigest, is_left: threading.Event) -> str:
@@ -512,7 +512,7 @@ class LocalAdapterFiles:
             if not stat.S_ISDIR(os.lstat(folder).st_mode):
                 return f"{folder.relative_to(self._root)} is no folder"
             found = self._digest(folder, is_left)
-        except (InvalidRequest, Sealed) as e:
+        except (InvalidRequest, DataLost, Sealed) as e:
             return e.message
         except OSError as e:
             return f"{Path(e.filename or folder).name}: cannot be read: {os.strerror(e.errno or 0)}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from manylora_shared.encryption.sealing import NoKeys, OpeningKeys, Sealed, SealingKeys, most_sealed_bytes, opened
-from manylora_shared.errors import FieldViolation, InvalidRequest
+from manylora_shared.errors import DataLost, FieldViolation, InvalidRequest
 from manylora_shared.ids import AdapterDigest, AdapterUid, TenantId, adapter_uid, digest_of, is_uid, owner_of
 from manylora_shared.stores.adapter_files import (
     CONFIG_NAME,
@@ -91,7 +91,7 @@ class BucketAdapterFiles:
     async def problem(self, uid: AdapterUid) -> str:
         try:
             found = await asyncio.to_thread(self._digest, uid)
-        except (InvalidRequest, Sealed) as e:
+        except (InvalidRequest, DataLost, Sealed) as e:
             return e.message
         return "" if found == digest_of(uid) else f"the files are not what was registered: their digest is {found}"
 

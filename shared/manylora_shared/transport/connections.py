@@ -69,6 +69,15 @@ class Connections:
         """peer: as gRPC writes it."""
         self._owners[peer] = (owner, self._sweep)
 
+    def owner_of(self, peer: str) -> str:
+        return self._owners.get(peer, (STRANGER, 0))[0]
+
+    def cut(self, peer: str) -> None:
+        """peer: as gRPC writes it; of one that no sweep has seen yet nothing is cut off."""
+        for fd, seen in self._files.items():
+            if seen.peer == peer:
+                _cut(fd, seen)
+
     async def keep(self, port: int) -> None:
         """Runs until it is cancelled."""
         while True:

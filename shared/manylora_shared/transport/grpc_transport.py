@@ -12,7 +12,9 @@ import logging
 import socket
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -21,7 +23,7 @@ from grpc._cython import cygrpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from manylora_shared.address import join_address, parse_address
-from manylora_shared.errors import Code, ManyloraError, Overloaded, RpcError
+from manylora_shared.errors import Code, ManyloraError, Overloaded, RpcError, SlowReader
 from manylora_shared.process.heap import give_back
 from manylora_shared.transport.base import Method, ServerCall, Service, methods_of
 from manylora_shared.transport.connections import STRANGER, Connections, room
@@ -37,6 +39,7 @@ from manylora_shared.transport.health import Health
 from manylora_shared.transport.places import Places
 from manylora_shared.transport.status import DETAILS_KEY, decode_error, encode_details, message_of
 from manylora_shared.transport.tls import Tls
+from manylora_shared.transport.unread import Unread, as_stream
 
 _LOG = logging.getLogger(__name__)
 
@@ -167,6 +170,7 @@ class _Handlers:
     def __init__(self, connections: Connections) -> None:
         self.running: set[asyncio.Task[Any]] = set()
         self._connections = connections
+        self.unread = Unread()
 
     def _check_room(self) -> None:
         if len(self.running) >= MAX_CONCURRENT_CALLS:
@@ -174,12 +178,13 @@ class _Handlers:
 
     def wrap(self, method: Method, service: Service) -> Any:
         """grpc's handler object, without (de)serializers. To grpc a call that is gated or checked is one that streams
-        its request: grpc reads a single one before it asks anybody.
+        its request: grpc reads a single one before it asks anybody; and a gated one is one that streams its answer.
         """
         is_open = service.gate is None and service.check is None
-        run = (self._streaming if method.server_streaming else self._single)(method, service)
+        is_stream = method.server_streaming or service.gate is not None
+        run = (self._streaming if is_stream else self._single)(method, service)
         kind = ("unary" if is_open and not method.client_streaming else "stream") + (
-            "_stream" if method.server_streaming else "_unary"
+            "_stream" if is_stream else "_unary"
         )
         return getattr(grpc, f"{kind}_rpc_method_handler")(run)
 
@@ -221,13 +226,15 @@ class _Handlers:
 
     def _streaming(self, method: Method, service: Service) -> Callable[..., Any]:
         handler, running = service.handlers[method.path.rpartition("/")[2]], self.running
+        if not method.server_streaming:
+            handler = as_stream(handler)
 
         async def run(data: Any, context: Any) -> None:
             task = asyncio.current_task()
             assert task is not None
             admission: Admission | None = None
             responses: Any = None
-            write = context.write
+            write = context.write if service.gate is None else partial(self.unread.write, task, context.write)
             try:
                 while True:
                     try:
@@ -244,6 +251,9 @@ class _Handlers:
                         break
                     try:
                         await write(response.SerializeToString())
+                    except SlowReader as e:
+                        error = e
+                        break
                     except Exception:
                         # The call is dead. Its cancellation follows, and must not hit the clean-up below half-way.
                         await asyncio.sleep(CANCELLATION_NOTICE_S)
@@ -254,7 +264,8 @@ class _Handlers:
                 running.discard(task)
                 if admission is not None:
                     admission.end()
-            await _abort(context, error)
+            with self.unread.end(context.peer(), self._connections) if isinstance(error, SlowReader) else nullcontext():
+                await _abort(context, error)
 
         return run
 
@@ -554,7 +565,11 @@ class GrpcTransport:
         if any(service.gate is not None for service in services):  # strangers come here
             upkeep = [
                 asyncio.create_task(work, name=name)
-                for name, work in (("connections", connections.keep(port)), ("memory", give_back()))
+                for name, work in (
+                    ("connections", connections.keep(port)),
+                    ("memory", give_back()),
+                    ("unread answers", handlers.unread.keep()),
+                )
             ]
         return GrpcServer(acceptors, join_address(host, port), health, handlers, upkeep)
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from manylora.v1 import admin_pb2, worker_pb2
 from manylora_shared.coordination.records import AdapterRecord
-from manylora_shared.errors import InvalidRequest, NotFound, Unready
+from manylora_shared.errors import DataLost, InvalidRequest, NotFound, Unready
 from manylora_shared.ids import AdapterDigest, AdapterName, TenantId, is_digest
 from manylora_shared.process.clock import WallClock
 from manylora_shared.stores.documents import REPORTS, SAMPLES, Documents, path_of
@@ -106,7 +106,7 @@ class AdapterValidation:
             raise NotFound(f"number: version {version.number} has no report")
         data = await self._documents.get(path_of(tenant_id, REPORTS, version.report))
         if digest_of(data) != version.report:
-            raise Unready(f"the report of version {version.number} is not what was kept: its digest is another")
+            raise DataLost(f"the report of version {version.number} is not what was kept: its digest is another")
         return data
 
     async def parsed(self, tenant_id: str, samples: bytes) -> list[Sample]:

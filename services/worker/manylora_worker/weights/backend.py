@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from manylora_shared.errors import InvalidRequest, ManyloraError, Overloaded, ServiceUnavailable
+from manylora_shared.errors import DataLost, InvalidRequest, ManyloraError, Overloaded, ServiceUnavailable
 from manylora_shared.ids import AdapterUid
 
 from manylora_worker.kinds.api import AdapterEvent, AdapterTier
@@ -222,6 +222,6 @@ class TorchAdapterBackend:
         try:
             with self._store.held(job.uid, job.lent or self.lent(job.uid)) as folder:
                 return self._reader.read(folder, job.uid)
-        except InvalidRequest:
+        except (InvalidRequest, DataLost):
             self._store.drop(job.uid)
             raise

@@ -28,7 +28,7 @@ from manylora_shared.encryption.sealing import MAX_HEADER_BYTES, Header, NoKeys,
 from manylora_shared.errors import FieldViolation
 from manylora_shared.ids import AdapterUid
 from manylora_shared.process.config import environment
-from manylora_shared.stores.adapter_files import WEIGHTS_NAME
+from manylora_shared.stores.adapter_files import FILE_NAMES, WEIGHTS_NAME
 from torch import Tensor
 
 from manylora_worker.weights import reader_process
@@ -213,15 +213,16 @@ def _key_of(folder: Path, keys: OpeningKeys) -> list[str] | None:
 
     Raises Sealed, ServiceUnavailable.
     """
-    try:
-        with (folder / WEIGHTS_NAME).open("rb") as file:
-            header = Header.of(file.read(MAX_HEADER_BYTES))
-    except (OSError, SealBroken):
-        return None
-    if header is None:
-        return None
-    key = keys.opening(header.owner, header.key_id)
-    return [key.owner, key.key_id, key.secret.hex()]
+    for name in FILE_NAMES:  # one key sealed both
+        try:
+            with (folder / name).open("rb") as file:
+                header = Header.of(file.read(MAX_HEADER_BYTES))
+        except (OSError, SealBroken):
+            continue
+        if header is not None:
+            key = keys.opening(header.owner, header.key_id)
+            return [key.owner, key.key_id, key.secret.hex()]
+    return None
 
 
 def _weights_bytes(folder: Path) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from manylora_shared.encryption.sealing import NoKeys, OpeningKeys, Sealed
-from manylora_shared.errors import InvalidRequest
+from manylora_shared.errors import DataLost, InvalidRequest
 from manylora_shared.ids import AdapterDigest, AdapterUid, TenantId, adapter_uid, digest_of, owner_of
 from manylora_shared.stores.adapter_files import (
     CONFIG_NAME,
@@ -105,7 +105,7 @@ class FolderStore:
         try:
             with stored_file(open_regular(path, field=path.name), path.name, self._keys):
                 return True
-        except (InvalidRequest, Sealed):
+        except (InvalidRequest, DataLost, Sealed):
             return False
 
     @contextlib.contextmanager
@@ -141,7 +141,7 @@ class BucketStore:
         for place in shared:
             try:
                 return self._bring(uid, place)
-            except (InvalidRequest, Sealed) as error:
+            except (InvalidRequest, DataLost, Sealed) as error:
                 _LOG.warning("another tenant's file is taken", extra=fields(adapter=uid, place=place, error=str(error)))
         self._bring(uid, last)
 
