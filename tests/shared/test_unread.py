@@ -36,8 +36,8 @@ class Held:
 
     def release(self) -> None:
         self.gate.places.leave(self.owner)
-        if not self.gate.places.num_held:
-            self.gate.has_left.set()
+        self.gate.left += 1
+        self.gate.changed.set()
 
 
 class OpenGate:
@@ -45,9 +45,18 @@ class OpenGate:
 
     def __init__(self) -> None:
         self.places = Places(64, kept=8)
-        self.has_left = asyncio.Event()  # all that came
+        self.came = self.left = 0
+        self.changed = asyncio.Event()
+
+    async def until(self, *, came: int = 0, left: int = 0) -> None:
+        async with asyncio.timeout(30):
+            while self.came < came or self.left < left:
+                await self.changed.wait()
+                self.changed.clear()
 
     def enter(self, call: Any) -> Held:
+        self.came += 1
+        self.changed.set()
         return Held(self)
 
 
@@ -72,8 +81,10 @@ async def test_an_answer_that_nobody_reads_holds_no_place(monkeypatch: pytest.Mo
     server = await GrpcTransport().serve("127.0.0.1:0", [Service(echo.descriptor, echo.handlers, gate=gate)])
     channel = GrpcTransport().connect(server.address)
     stream = channel.stream(METHODS["ServerStream"], text(""))  # it fills the connection's window
+    await gate.until(came=1)
     call = asyncio.create_task(channel.call(METHODS["Unary"], text(""))) if method == "Unary" else None
-    await asyncio.wait_for(gate.has_left.wait(), 30)
+    await gate.until(left=2 if call is not None else 1)
+    assert not gate.places.num_held
     with pytest.raises(RpcError, match=r"was not read for 0\.2 seconds") as caught:
         await drained(stream)
     assert caught.value.code is Code.RESOURCE_EXHAUSTED
