@@ -1,11 +1,12 @@
-"""Tokens a second of one answer with guesses by prompt lookup and without, by turns.
+"""Tokens a second of one answer with guesses by prompt lookup, or a draft model, and without, by turns.
 
 `greedy`, `sampled` (temperature 1): the model's own answers, which repeat themselves or do not. `right`: each guess is
 what the same request was answered before, instead of what lookup finds: the most that guesses can gain on this machine.
 
-    python -m bench.speculation MODEL [--device cuda] [--rows 1] [--tokens 400] [--rounds 3]
+    python -m bench.speculation MODEL [--draft-model SMALL] [--device cuda] [--rows 1] [--tokens 400] [--rounds 3]
 
-Prints JSON lines: {"bench": "speculation", "text", "rows", "tokens_per_s", "without", "ratio", "guessed", "right"}.
+Prints JSON lines: {"bench": "speculation", "text", "rows", "tokens_per_s", "without", "ratio", "guessed", "right",
+"tokens_per_step"}.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from manylora_worker.memory.tenant_shares import TenantShare
 from manylora_worker.models.build import build_engine
 from manylora_worker.models.parts import EngineParts
 from manylora_worker.planning.step_planner import PlannerLimits
+from transformers import AutoTokenizer
 
 TENANT = TenantId("t")
 SLOTS = 16
@@ -49,16 +51,21 @@ class Run:
     tokens_per_s: float  # from the first token on
     guessed: int
     right: int
+    tokens_per_step: float
     answers: Mapping[RequestId, Sequence[int]]
 
 
 def run(parts: EngineParts, arguments: argparse.Namespace, *, text: str, speculates: bool) -> Run:
     limits = EngineLimits(PlannerLimits(256, 128, SLOTS), AdapterCacheLimits(1 << 20, 1 << 20), max_requests=100)
     core = EngineCore(parts.runner, parts.backend, limits)
-    core.set_share(TENANT, TenantShare(speculating=frozenset(QosClass) if speculates else frozenset()))
+    classes = frozenset(QosClass) if speculates else frozenset[QosClass]()
+    drafts = arguments.draft_model is not None
+    core.set_share(TENANT, TenantShare(drafting=classes) if drafts else TenantShare(speculating=classes))
     rng = random.Random(3)
     for row in range(arguments.rows):
-        prompt = tuple(rng.randrange(3, parts.model.vocab_size - 3) for _ in range(PROMPT_TOKENS))
+        prompt = arguments.prompt_ids or tuple(
+            rng.randrange(3, parts.model.vocab_size - 3) for _ in range(PROMPT_TOKENS)
+        )
         sampling = TEXTS[text](row)
         request = EngineRequest(
             RequestId(f"r{row}"), TENANT, QosClass.STANDARD, None, prompt, arguments.tokens, sampling
@@ -78,7 +85,13 @@ def run(parts: EngineParts, arguments: argparse.Namespace, *, text: str, specula
     assert began is not None
     stats = core.stats()
     assert not stats.failed_steps, core.step_error
-    return Run(count / (time.perf_counter() - began), stats.guessed_tokens, stats.right_guesses, answers)
+    return Run(
+        count / (time.perf_counter() - began),
+        stats.guessed_tokens,
+        stats.right_guesses,
+        stats.generated_tokens / max(1, stats.steps * arguments.rows),
+        answers,
+    )
 
 
 def known(answers: Mapping[RequestId, Sequence[int]]) -> Callable[[EngineSequence, int], Sequence[int] | None]:
@@ -106,21 +119,32 @@ def settled(
     return answers
 
 
+def prompt_ids(model: Path, text: str) -> tuple[int, ...]:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    messages = [{"role": "user", "content": text}]
+    return tuple(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("model", type=Path)
+    parser.add_argument("--draft-model", type=Path)
+    parser.add_argument("--prompt", default="", help="text of every row, in place of drawn tokens")
+    parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
+    arguments.prompt_ids = prompt_ids(arguments.model, arguments.prompt) if arguments.prompt else ()
     settings = WorkerConfig(
         model=str(arguments.model), device=arguments.device, num_blocks=64 * SLOTS, host_kv_mb=0, sequence_slots=SLOTS,
-        max_batch_tokens=256, device_adapter_mb=64,
+        max_batch_tokens=256, device_adapter_mb=64, draft_model=str(arguments.draft_model or ""),
+        threads=arguments.threads,
     )  # fmt: skip
     parts = build_engine(settings)
     try:
-        for text in TEXTS:
+        for text in TEXTS if arguments.draft_model is None else ("greedy", "sampled"):
             warm = run(parts, arguments, text=text, speculates=False)
             guess: Callable[[EngineSequence, int], Sequence[int] | None] = EngineSequence.guess
             if text == "right":
@@ -137,6 +161,8 @@ def main() -> int:
                 "bench": "speculation", "text": text, "device": arguments.device, "model": arguments.model.name,
                 "rows": arguments.rows, "tokens": arguments.tokens, "tokens_per_s": round(per_s, 1),
                 "without": round(without, 1), "ratio": round(per_s / without, 3), "guessed": guessed, "right": right,
+                "tokens_per_step": round(found[True][0].tokens_per_step, 2),
+                "draft": arguments.draft_model.name if arguments.draft_model else None,
                 "same_answers": same,
             }  # fmt: skip
             print(json.dumps(line), flush=True)

@@ -87,3 +87,27 @@ def test_layers_of_different_heads_stand_in_rows_of_one_width() -> None:
 def test_layers_that_are_alike_have_a_row_each() -> None:
     assert KvGeometry.of([(2, 4)] * 3, [0, 1, 2]) == GEOMETRY
     assert KvGeometry.of([(2, 4)] * 3, [0, 1, 1]).num_layers == 2, "two keep any"
+
+
+def test_a_draft_models_rows_stand_behind_the_models_in_each_block() -> None:
+    small = KvGeometry(num_layers=2, num_kv_heads=3, head_dim=2)
+    both = KvGeometry(num_layers=3, num_kv_heads=2, head_dim=4, beside=small)
+    # 48 elements of a token, then 24, and as many as fill rows of 8 and of 6: 72 are both
+    assert (both.first_beside, both.token_elements) == (48, 72)
+    cache = KvCache(both, num_blocks=3, block_size=2, dtype=torch.float32, device=torch.device("cpu"))
+    beside = cache.beside()
+    for each, width in ((cache, 8), (beside, 6)):
+        for layer in range(each.geometry.num_layers):
+            rows = torch.tensor([each.token_row(block, offset) for block in range(3) for offset in range(2)])
+            written = torch.full((6, width), float(width + layer))
+            each.write(layer, rows, written, -written)
+    for each, width in ((cache, 8), (beside, 6)):
+        for layer in range(each.geometry.num_layers):
+            keys, values = each.gather(layer, torch.tensor([each.block_row(block) for block in range(3)]))
+            assert (keys == width + layer).all()
+            assert (values == -(width + layer)).all()
+    beside.zero_blocks(torch.tensor([1]))
+    assert (cache.by_block[1].view(-1)[:96] != 0).all(), "the model's own are touched"
+    assert (cache.by_block[1].view(-1)[96:] == 0).all()
+    cache.clear_blocks(torch.tensor([2]))
+    assert (cache.by_block[2] == 0).all(), "the draft model's stay behind"

@@ -365,8 +365,13 @@ def test_pools_that_are_none_are_refused(text: str, problem: str) -> None:
 
 def test_a_class_speculates_where_its_policy_says_so() -> None:
     policy = parse_policy("tenant_id: a\nclasses: {batch: {weight: 1, speculation: prompt_lookup}}\n")
-    assert [c for c in QosClass if policy.classes[c].speculates] == [QosClass.BATCH]
+    assert policy.classes_with("prompt_lookup") == {QosClass.BATCH}
+    drafting = parse_policy("tenant_id: a\nclasses: {batch: {weight: 1, speculation: draft}}\n")
+    assert drafting.classes_with("draft") == {QosClass.BATCH}
+    assert parse_policy(drafting.to_yaml()) == drafting
     assert parse_policy(policy.to_yaml()) == policy
     assert "speculation" not in parse_policy("tenant_id: a\nclasses: {batch: {weight: 1, speculation: off}}").to_yaml()
-    with pytest.raises(InvalidRequest, match=r"classes\.batch\.speculation: line 2: must be prompt_lookup or off"):
-        parse_policy("tenant_id: a\nclasses: {batch: {weight: 1, speculation: draft}}\n")
+    with pytest.raises(
+        InvalidRequest, match=r"classes\.batch\.speculation: line 2: must be prompt_lookup, draft or off"
+    ):
+        parse_policy("tenant_id: a\nclasses: {batch: {weight: 1, speculation: guess}}\n")

@@ -33,6 +33,11 @@ class WorkerConfig(SealingSettings):
     model_alias: str = setting(
         "", "further names under which adapters may know the base model, with commas; the same on all workers"
     )
+    draft_model: str = setting(
+        "",
+        "Hugging Face folder, or cached hub id, of a small model with the same tokens, which guesses for classes whose "
+        "policy says `speculation: draft`; empty: none",
+    )
     device: str = setting(AUTO_DEVICE, "cpu, cuda, cuda:1, ...; auto: cuda where torch sees one, else cpu")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "compute type; auto: float32 on the CPU, bfloat16 on any other device"

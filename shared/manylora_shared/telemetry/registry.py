@@ -360,7 +360,7 @@ class Metrics:
     PREEMPTIONS = _from_otlp("manylora.preemptions", "counter", "worker", "Of all tenants", name="manylora_preemptions")
     KV_EVICTIONS = _from_otlp("manylora.kv.evictions", "counter", "worker", "Of all tenants")
     GUESSED_TOKENS = _from_otlp(
-        "manylora.speculation.guessed_tokens", "counter", "worker", "Tokens guessed by prompt lookup"
+        "manylora.speculation.guessed_tokens", "counter", "worker", "Tokens guessed by prompt lookup or a draft model"
     )
     RIGHT_GUESSES = _from_otlp(
         "manylora.speculation.right_guesses", "counter", "worker", "Of these, those that were drawn"

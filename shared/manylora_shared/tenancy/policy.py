@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import yaml
 
@@ -91,7 +91,8 @@ class Slo:
     availability: float | None = None
 
 
-_PROMPT_LOOKUP = "prompt_lookup"
+Speculation = Literal["off", "prompt_lookup", "draft"]
+_SPECULATIONS: Mapping[str, Speculation] = {"off": "off", "prompt_lookup": "prompt_lookup", "draft": "draft"}
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class ClassPolicy:
     weight: int  # 1..1000, relative to all other flows
     token_bucket: TokenRate | None = None
     slo: Slo | None = None
-    speculates: bool = False  # workers guess tokens by prompt lookup
+    speculation: Speculation = "off"  # how workers guess tokens
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,9 @@ class TenantPolicy:
     def tenant_weight(self) -> int:
         return sum(each.weight for each in self.classes.values())
 
+    def classes_with(self, speculation: Speculation) -> frozenset[QosClass]:
+        return frozenset(qos_class for qos_class, each in self.classes.items() if each.speculation == speculation)
+
     def copy_of(self, digest: AdapterDigest) -> AdapterUid:
         return adapter_uid(digest, None if self.share_copies else self.tenant_id)
 
@@ -175,8 +179,8 @@ class TenantPolicy:
                 lines += ["    token_bucket:", *given(policy.token_bucket, "      ")]
             if policy.slo is not None:
                 lines += ["    slo:", *given(policy.slo, "      ")]
-            if policy.speculates:
-                lines.append(f"    speculation: {_PROMPT_LOOKUP}")
+            if policy.speculation != "off":
+                lines.append(f"    speculation: {policy.speculation}")
         quotas = given(self.quotas, "  ") + given(self.limits, "  ")
         if quotas:
             lines += ["quotas:", *quotas]
@@ -363,26 +367,26 @@ class _Reader:
             weights: list[int | None] = []
             buckets: list[TokenRate | None] = []
             slos: list[Slo | None] = []
-            speculates: list[bool | None] = []
+            speculations: list[Speculation | None] = []
             readers: dict[str, _Read] = {
                 "weight": lambda at, value: weights.append(self._integer(at, value, 1, MAX_WEIGHT)),
                 "token_bucket": lambda at, value: buckets.append(self._token_bucket(at, value)),
                 "slo": lambda at, value: slos.append(self._slo(at, value)),
-                "speculation": lambda at, value: speculates.append(self._speculation(at, value)),
+                "speculation": lambda at, value: speculations.append(self._speculation(at, value)),
             }
             found = self._mapping(path, node, readers)
             if found is not None and "weight" not in found:
                 self._add(f"{path}.weight", node, "is missing")
             if weights and weights[0] is not None:
-                is_on = bool(_only(speculates))
-                classes[qos_class] = ClassPolicy(weights[0], _only(buckets), _only(slos), is_on)
+                how: Speculation = _only(speculations) or "off"
+                classes[qos_class] = ClassPolicy(weights[0], _only(buckets), _only(slos), how)
 
         return read_class
 
-    def _speculation(self, path: str, node: yaml.Node) -> bool | None:
-        if isinstance(node, yaml.ScalarNode) and node.value in (_PROMPT_LOOKUP, "off"):
-            return bool(node.value == _PROMPT_LOOKUP)
-        self._add(path, node, f"must be {_PROMPT_LOOKUP} or off")
+    def _speculation(self, path: str, node: yaml.Node) -> Speculation | None:
+        if isinstance(node, yaml.ScalarNode) and node.value in _SPECULATIONS:
+            return _SPECULATIONS[node.value]
+        self._add(path, node, "must be prompt_lookup, draft or off")
         return None
 
     def _token_bucket(self, path: str, node: yaml.Node) -> TokenRate | None:

@@ -41,6 +41,7 @@ from manylora_worker.kinds.api import (
     StepBatch,
     SwapRunner,
     TokenOutput,
+    draft_model_of,
     state_blocks_of,
 )
 from manylora_worker.kinds.flow import FlowKey
@@ -112,13 +113,9 @@ class EngineCore:
         self._swapper = Swapper(runner.host_kv if isinstance(runner, SwapRunner) else None, self._pool, self._shares)
         self._step_time = StepTime()
         self._planner = StepPlanner(
-            self._pool,
-            limits.planner,
-            self._shares,
-            self._swapper,
-            self._prefixes,
-            self._step_time,
-        )
+            self._pool, limits.planner, self._shares, self._swapper, self._prefixes, self._step_time,
+            draft_model_of(runner),
+        )  # fmt: skip
         self._adapters = AdapterCache(backend, limits.adapters, self._shares.tenant_weight)
         self._merging = Merging(runner, self._adapters)
         self._arena = None
@@ -184,7 +181,8 @@ class EngineCore:
         scope = self._shares.cache_scope(request.tenant_id)
         group = self._requests.add(request, scope, self._bounds.max_output_tokens(request), now)
         flow = (request.tenant_id, request.qos_class)
-        group.speculates = self._shares.speculates(flow) and can_speculate(group) and not self._pool.state_blocks
+        if can_speculate(group) and not self._pool.state_blocks:
+            group.speculates, group.drafts = self._shares.speculates(flow), self._shares.drafts(flow)
         for sequence in group.sequences:
             if not sequence.is_finished:
                 self._masks.take(sequence, sequence.output_token_ids)
@@ -491,8 +489,8 @@ class EngineCore:
         sequence, group = item.sequence, item.sequence.group
         is_prefill = sequence.status is SequenceStatus.PREFILL
         is_charged = is_prefill and sequence.num_new_tokens(item.num_tokens) > 0
-        sequence.advance(item.num_tokens, samples=item.samples)
-        sequence.num_guesses = len(item.guesses)
+        sequence.advance(item.num_tokens, samples=item.samples, draft=item.draft)
+        sequence.num_guesses = item.num_guesses
         if is_prefill:
             reached = min(sequence.num_computed_tokens, len(group.request.prompt_token_ids))
             group.num_prompt_tokens_computed = max(group.num_prompt_tokens_computed, reached)
@@ -567,7 +565,7 @@ class EngineCore:
         self._endings.end_request(sequence.group, reason, message, now, refund=sequence.num_steps_in_flight > 0)
 
     def _take_tokens(self, part: Part, sampled: Sampled, now: float) -> None:
-        sequence, num_guesses = part.scheduled.sequence, len(part.scheduled.guesses)
+        sequence, num_guesses = part.scheduled.sequence, part.scheduled.num_guesses
         self._take_token(sequence, sampled, now)
         for token_id in sampled.further:
             if sequence.is_finished:
@@ -576,8 +574,7 @@ class EngineCore:
             self._take_token(sequence, Sampled(sampled.sequence_id, token_id), now)
         if num_guesses and not sequence.is_finished:
             self._counters.guessed(num_guesses, len(sampled.further))
-            if sequence.speculation is not None:
-                sequence.speculation.judged(num_guesses, len(sampled.further))
+            sequence.judged(num_guesses, len(sampled.further))
             self._prefixes.publish(sequence, part.end, part.end + len(sampled.further))
 
     def _take_token(self, sequence: Sequence, sampled: Sampled, now: float) -> None:

@@ -64,7 +64,7 @@ class Flight(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        return sum(part.scheduled.num_tokens + len(part.scheduled.guesses) for part in self.parts)
+        return sum(part.scheduled.num_tokens + part.scheduled.num_guesses for part in self.parts)
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -243,5 +243,6 @@ def chunk_of(item: Scheduled, *, is_merged: bool = False) -> SequenceChunk:
         scored=sequence.group.scored(sequence.num_computed_tokens, sequence.num_computed_tokens + item.num_tokens),
         mask=mask,
         mask_follows=item.samples and sequence.awaits_mask,
-        num_guesses=len(item.guesses),
+        num_guesses=item.num_guesses,
+        draft=item.draft,
     )

@@ -112,6 +112,21 @@ NOT_FINITE = "the model's logits for this token are not finite"
 
 
 @dataclass(slots=True)
+class Draft:
+    """What the draft model computes of a chunk's sequence before the step: tokens that it has not seen, and guesses."""
+
+    start_position: int
+    token_ids: Sequence[int]
+    num_guesses: int  # where there are any, the last of `token_ids` is the chunk's, and they are put behind it
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    share: float  # of the model's work for a token that the draft model does for one
+    max_context_tokens: int
+
+
+@dataclass(slots=True)
 class SequenceChunk:
     """A step computes positions [start_position, start_position + len(token_ids))."""
 
@@ -140,6 +155,7 @@ class SequenceChunk:
     # The last so many of `token_ids` are guesses of what is drawn before them: one more is drawn for each of them that
     # is right (speculation.py). Only where nothing is pending, and no draw looks at what was drawn before.
     num_guesses: int = 0
+    draft: Draft | None = None  # the runner puts its guesses into `token_ids`, where `num_guesses` counts them already
 
     @property
     def is_answered(self) -> bool:
@@ -252,6 +268,19 @@ class RecurrentRunner(ModelRunner, Protocol):
 
 def state_blocks_of(runner: ModelRunner) -> int:
     return runner.state_blocks if isinstance(runner, RecurrentRunner) else 0
+
+
+@runtime_checkable
+class DraftingRunner(ModelRunner, Protocol):
+    """A small model guesses tokens beside it. Its keys and values stand in the sequences' own blocks."""
+
+    @property
+    def draft_model(self) -> DraftModel | None:
+        """None: chunks have no `draft`."""
+
+
+def draft_model_of(runner: ModelRunner) -> DraftModel | None:
+    return runner.draft_model if isinstance(runner, DraftingRunner) else None
 
 
 @runtime_checkable

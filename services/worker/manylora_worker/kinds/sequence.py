@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from manylora_shared.ids import TenantId
 
-from manylora_worker.kinds.api import NO_POSITIONS, PENDING_TOKEN, EngineRequest, FinishReason
+from manylora_worker.kinds.api import NO_POSITIONS, PENDING_TOKEN, Draft, EngineRequest, FinishReason
 from manylora_worker.kinds.bars import RequestBars
 from manylora_worker.kinds.constraint import Matcher
+from manylora_worker.kinds.drafting import Drafting
 from manylora_worker.kinds.flow import CacheScope, FlowKey
 from manylora_worker.kinds.holding import Holding
 from manylora_worker.kinds.speculation import Speculation
@@ -83,6 +84,7 @@ class Sequence:
         "block_keys",
         "block_table",
         "choice",
+        "drafting",
         "finish_reason",
         "flow",
         "group",
@@ -94,6 +96,7 @@ class Sequence:
         "max_output_tokens",
         "num_charged_tokens",
         "num_computed_tokens",
+        "num_drafted_tokens",
         "num_guesses",
         "num_holdings",
         "num_pending_tokens",
@@ -140,6 +143,8 @@ class Sequence:
         self.is_undrawn = False  # in the step in flight it drew nothing: its mask came too late
         self.speculation: Speculation | None = None  # from its first decoding step on, where its group speculates
         self.num_guesses = 0  # in the step in flight: how many tokens that draws is not known
+        self.drafting: Drafting | None = None  # from its first guesses by a draft model on
+        self.num_drafted_tokens = 0  # the draft model's KV of them stands in the blocks
 
     @property
     def holding_id(self) -> int:
@@ -195,7 +200,9 @@ class Sequence:
         found = self.tokens(start, start + count)
         return found if len(found) == count else (*found, *(PENDING_TOKEN for _ in range(count - len(found))))
 
-    def advance(self, num_tokens: int, *, samples: bool) -> None:
+    def advance(self, num_tokens: int, *, samples: bool, draft: Draft | None = None) -> None:
+        if draft is not None:
+            self.num_drafted_tokens = draft.start_position + len(draft.token_ids) + max(0, draft.num_guesses - 1)
         self.num_computed_tokens += num_tokens
         self.num_steps_in_flight += 1
         self.num_pending_tokens += samples
@@ -218,6 +225,14 @@ class Sequence:
         if self.num_pending_tokens:
             return None if self.num_guesses or self.speculation.is_worth_it else ()
         return self.speculation.guess(min(most, self.max_output_tokens - self.num_output_tokens - 1))
+
+    def judged(self, num_guesses: int, num_right: int) -> None:
+        """Of a step whose tokens are taken."""
+        if self.drafting is not None:
+            self.num_drafted_tokens = min(self.num_drafted_tokens, self.num_computed_tokens)
+            self.drafting.judged(self.num_tokens, num_guesses, num_right)
+        elif self.speculation is not None:
+            self.speculation.judged(num_guesses, num_right)
 
     def start_behind(self, num_cached_tokens: int) -> None:
         # the first admission of a request finds its own KV
@@ -262,7 +277,8 @@ class SequenceGroup:
     cached_prompt_tokens: int | None = None  # in the cache when it was first admitted; None: it never was
     num_prompt_tokens_computed: int = 0  # by any choice, or found in the cache: in steps that have begun
     bars: RequestBars | None = field(init=False)
-    speculates: bool = False
+    speculates: bool = False  # by prompt lookup
+    drafts: bool = False  # by the draft model
     holding: Holding = field(init=False)
 
     def __post_init__(self) -> None:

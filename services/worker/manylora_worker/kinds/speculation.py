@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 MOST_GUESSES = 8  # of one step
+MOST_SPECULATING = 8  # sequences in slots: beyond, guesses only add to a batch's work
 _MATCHED = 3  # last tokens that have to have stood before
 _REMEMBERED = 4096  # places: the latest
 _FIRST_GUESSES = 4

@@ -32,7 +32,8 @@ class TenantShare:
     hard_mb: int = 0
     reserve_mb: int = 0  # as the policy gives it, as below, for refusals to name
     cache_group: str | None = None
-    speculating: frozenset[QosClass] = frozenset()
+    speculating: frozenset[QosClass] = frozenset()  # by prompt lookup
+    drafting: frozenset[QosClass] = frozenset()  # by a draft model
 
     @staticmethod
     def of(policy: TenantPolicy, block_bytes: int) -> TenantShare:
@@ -50,7 +51,8 @@ class TenantShare:
             hard_mb=quotas.kv_hbm_mb_hard or 0,
             reserve_mb=quotas.kv_hbm_mb_reserve or 0,
             cache_group=policy.cache_group,
-            speculating=frozenset(qos_class for qos_class, each in policy.classes.items() if each.speculates),
+            speculating=policy.classes_with("prompt_lookup"),
+            drafting=policy.classes_with("draft"),
         )
 
 
@@ -98,6 +100,9 @@ class TenantShares:
 
     def speculates(self, flow: FlowKey) -> bool:
         return flow[1] in self._shares.get(flow[0], _DEFAULT).speculating
+
+    def drafts(self, flow: FlowKey) -> bool:
+        return flow[1] in self._shares.get(flow[0], _DEFAULT).drafting
 
     def weight(self, flow: FlowKey) -> int:
         return self._shares.get(flow[0], _DEFAULT).weights[flow[1]]

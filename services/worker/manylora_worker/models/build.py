@@ -28,8 +28,12 @@ from manylora_shared.stores.model_files import model_folder
 
 from manylora_worker.config import AUTO_DEVICE, WorkerConfig
 from manylora_worker.constraints.compiler import ConstraintCompiler
+from manylora_worker.kinds.api import DraftModel, ModelRunner
+from manylora_worker.kinds.speculation import MOST_SPECULATING
 from manylora_worker.models.checkpoint import ModelRefused, said, sampling_defaults
 from manylora_worker.models.decoder_weights import DecoderWeights
+from manylora_worker.models.drafts.drafter import Drafter
+from manylora_worker.models.drafts.pairs import DraftParts, load_draft
 from manylora_worker.models.layers.kv_cache import MIB, KvCache
 from manylora_worker.models.layers.lora_linear import LoraCosts, LoraPlanner
 from manylora_worker.models.layers.packed_linear import PackedLinear
@@ -55,7 +59,7 @@ from manylora_worker.weights.source import AdapterBase, AdapterLimits
 from manylora_worker.weights.store import AdapterStore, BucketStore, FolderStore
 
 if TYPE_CHECKING:
-    from manylora_worker.models.cuda.runner import DeviceModelRunner
+    from manylora_worker.models.cuda.runner import DeviceLimits, DeviceModelRunner
 
 _LOG = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -81,6 +85,8 @@ def build_engine(config: WorkerConfig, notify: Callable[[], None] = lambda: None
     config = on_device(config)
     if config.tensor_parallel == 1:
         return build_rank(config, None, notify)
+    if config.draft_model:
+        raise ModelRefused("--draft-model: not with --tensor-parallel")
     size, devices = config.tensor_parallel, _rank_devices(config)
     check_cuts(model_config(config.model, config.quantization, config.device), size, SHARED_FAMILIES)
     folder = Path(mkdtemp(prefix="manylora-ranks-"))
@@ -132,10 +138,12 @@ def build_rank(config: WorkerConfig, group: RankGroup | None, notify: Callable[[
     check_against_eager(loaded, _planner(loaded))
     weights = trusted_weights(loaded)
     is_gpu = loaded.device.type == "cuda"
-    device_runner = None
+    device_runner = draft = None
+    if config.draft_model:
+        loaded, draft = load_draft(config.draft_model, config.model, loaded)
     if is_gpu and weights is not None and weights.has_kernels:
-        device_runner = _device_runner(loaded, weights, config)
-    runner = device_runner or _reference_runner(loaded, weights, config)
+        device_runner = _device_runner(loaded, weights, config, draft)
+    runner = device_runner or _reference_runner(loaded, weights, config, draft)
     base = loaded.adapter_base(config.model_aliases, is_read=weights is not None)
     keyring = _keyring(config)
     keys = opening_keys(keyring)
@@ -223,15 +231,47 @@ def _num_readers() -> int:
     return max(1, min(_MAX_READERS, num_cores() - _OTHER_CORES))
 
 
-def _reference_runner(loaded: LoadedModel, weights: DecoderWeights | None, config: WorkerConfig) -> TorchModelRunner:
+def _reference_runner(
+    loaded: LoadedModel, weights: DecoderWeights | None, config: WorkerConfig, draft: DraftParts | None
+) -> TorchModelRunner:
     """The runner for the CPU, and on a GPU for a model whose layers the device decoder does not know."""
     if weights is None:
         _LOG.warning("%s has parts that our decoders do not know: it runs slowly", loaded.spec.model_type)
     elif loaded.device.type == "cuda":
         _LOG.warning("%s has parts that our kernels do not compute: it runs by torch's", loaded.spec.model_type)
+    cache = _build_cache(loaded, config)
     return TorchModelRunner(
-        loaded, weights, _build_cache(loaded, config), _planner(loaded), num_host_blocks=_host_blocks(loaded, config)
+        loaded,
+        weights,
+        cache,
+        _planner(loaded),
+        num_host_blocks=_host_blocks(loaded, config),
+        drafter=None if draft is None else _drafter(loaded, draft, cache, config),
     )
+
+
+def _drafter(loaded: LoadedModel, draft: DraftParts, cache: KvCache, config: WorkerConfig) -> Drafter:
+    """Its runner is of the same kind as the model's."""
+    own, weights, beside = draft.loaded, draft.weights, cache.beside()
+    runner: ModelRunner
+    if own.device.type == "cuda" and weights is not None and weights.has_kernels:
+        from manylora_worker.models.cuda.runner import DeviceModelRunner
+
+        runner = device = DeviceModelRunner(own, weights, beside, draft_limits(config), num_kv_blocks=cache.num_blocks)
+        _warm_up(device, own.device)
+    else:
+        runner = TorchModelRunner(own, weights, beside, _planner(own))
+    shapes = [_shape(each) for each in (own, loaded)]
+    share = [each.layer_parameters + each.head_parameters for each in shapes]
+    return Drafter(runner, DraftModel(share[0] / share[1], own.spec.max_context_tokens), loaded.spec.vocab_size)
+
+
+def draft_limits(config: WorkerConfig) -> DeviceLimits:
+    """Of the draft model's steps. It has no adapters."""
+    from manylora_worker.models.cuda.runner import DeviceLimits
+
+    sequences = min(MOST_SPECULATING, config.sequence_slots)
+    return DeviceLimits(max_rows=config.max_batch_tokens, max_sequences=sequences, adapter_slots=1, max_rank=16)
 
 
 def _planner(loaded: LoadedModel) -> LoraPlanner:
@@ -245,7 +285,9 @@ def _host_blocks(loaded: LoadedModel, config: WorkerConfig) -> int:
     return loaded.spec.kv.blocks_in(config.host_kv_bytes, config.block_size, loaded.dtype)
 
 
-def _device_runner(loaded: LoadedModel, weights: DecoderWeights, config: WorkerConfig) -> DeviceModelRunner:
+def _device_runner(
+    loaded: LoadedModel, weights: DecoderWeights, config: WorkerConfig, draft: DraftParts | None
+) -> DeviceModelRunner:
     """The runner of fused kernels and CUDA graphs."""
     from manylora_worker.models.cuda.runner import DeviceLimits, DeviceModelRunner, activation_bytes
 
@@ -260,7 +302,10 @@ def _device_runner(loaded: LoadedModel, weights: DecoderWeights, config: WorkerC
         max_rank=config.max_lora_rank,
     )
     if not (config.num_blocks or config.kv_cache_mb):
-        num_blocks = _blocks_left(loaded.device, activation_bytes(loaded, weights, limits), block_bytes)
+        reserved_bytes = activation_bytes(loaded, weights, limits)
+        if draft is not None and draft.weights is not None:
+            reserved_bytes += activation_bytes(draft.loaded, draft.weights, draft_limits(config))
+        num_blocks = _blocks_left(loaded.device, reserved_bytes, block_bytes)
         num_blocks = (num_blocks if loaded.group is None else loaded.group.least(num_blocks)) - adapter_blocks
         config = replace(config, num_blocks=max(0, num_blocks))
         if num_blocks < 1:
@@ -273,6 +318,7 @@ def _device_runner(loaded: LoadedModel, weights: DecoderWeights, config: WorkerC
         limits,
         num_kv_blocks=cache.num_blocks - adapter_blocks,
         num_host_blocks=_host_blocks(loaded, config),
+        drafter=None if draft is None else _drafter(loaded, draft, cache, config),
     )
 
 

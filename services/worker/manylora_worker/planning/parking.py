@@ -110,6 +110,8 @@ class Parking:
         self._queue.end_capped(sequence.flow)
         num_cached = self._tables.fill(sequence)
         self._swapper.bring_back(sequence, num_cached)
+        if num_cached:  # blocks that others computed, without a draft model perhaps
+            sequence.num_drafted_tokens = 0
         self._queue.requeue(sequence)
 
     def swap_or_evict(self, sequence: Sequence) -> None:
@@ -126,7 +128,7 @@ class Parking:
         """It is computed again, uncharged."""
         self._leave_parked(sequence)
         self._tables.lose(sequence)
-        sequence.num_computed_tokens = 0
+        sequence.num_computed_tokens = sequence.num_drafted_tokens = 0
         sequence.move_to(SequenceStatus.WAITING)
         self._queue.requeue(sequence)
         sequence.group.num_evictions += 1

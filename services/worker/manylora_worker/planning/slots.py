@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from manylora_worker.kinds.api import Draft
 from manylora_worker.kinds.flow import FlowKey
 from manylora_worker.kinds.sequence import Sequence
 
@@ -19,12 +20,17 @@ class Scheduled:
     num_tokens: int
     samples: bool  # it computes the sequence's last token, so that the next one is drawn
     guesses: SequenceOf[int] = ()  # computed behind the `num_tokens`
+    draft: Draft | None = None  # or what the draft model does for them
+
+    @property
+    def num_guesses(self) -> int:
+        return len(self.guesses) if self.draft is None else self.draft.num_guesses
 
 
 class Unit:
     """What a sequence does in its slot."""
 
-    __slots__ = ("chunk", "cost", "ends_at", "item", "sequence", "step_cost", "tokens_left")
+    __slots__ = ("chunk", "cost", "draft_cost", "ends_at", "item", "sequence", "step_cost", "tokens_left")
 
     def __init__(self, sequence: Sequence, item: int, chunk: Scheduled, tokens_left: int, ends_at: int) -> None:
         self.sequence = sequence
@@ -36,6 +42,7 @@ class Unit:
         self.ends_at = ends_at
         self.cost = 0  # of the steps so far, the one that was planned last included
         self.step_cost = 0  # of that last one
+        self.draft_cost = 0  # in `cost`, the draft model's
 
 
 class Slots:

@@ -16,13 +16,16 @@ from manylora_shared.fairness.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST,
 from manylora_shared.fairness.seam import Fairness, Pick
 from manylora_shared.ids import QosClass, TenantId
 
+from manylora_worker.kinds.api import DraftModel
 from manylora_worker.kinds.flow import FlowKey
 from manylora_worker.kinds.sequence import Sequence, SequenceGroup, SequenceStatus
+from manylora_worker.kinds.speculation import MOST_SPECULATING
 from manylora_worker.memory.block_pool import BlockPool
 from manylora_worker.memory.block_tables import BlockTables
 from manylora_worker.memory.prefixes import Prefixes
 from manylora_worker.memory.swapping import Swapper
 from manylora_worker.memory.tenant_shares import TenantShares
+from manylora_worker.planning.drafts import Drafts
 from manylora_worker.planning.parking import Parking
 from manylora_worker.planning.quantum_cuts import QuantumCuts
 from manylora_worker.planning.reclaim import Reclaim, Room, least_recent
@@ -50,7 +53,6 @@ class PlannerLimits:
 
 
 _CLASSES = tuple(QosClass)  # highest first
-MOST_SPECULATING = 8  # sequences in slots: beyond, guesses only add to a batch's work
 
 
 class StepPlan(NamedTuple):
@@ -82,8 +84,10 @@ class StepPlanner:
         swapper: Swapper,
         prefixes: Prefixes,
         step_time: StepTime,
+        draft_model: DraftModel | None = None,
     ) -> None:
         self._pool = pool
+        self._drafts = Drafts(draft_model)
         self._limits = limits
         self._step_time = step_time
         self._shares = shares
@@ -189,18 +193,21 @@ class StepPlanner:
             held_back = min(self._slots.num_free, len(parking.waiting)) if self._round.is_held_back else 0
             self._staggering.planned(held_back)
         self._round.draws = self._limits.sequence_slots - len(self._slots)
+        most = min(self._limits.prefill_chunk_tokens, self._limits.max_batch_tokens)
+        self._round.draft_tokens = self._drafts.most_tokens(self._round.prompt_budget, most)
         chunks: list[Scheduled] = []
         scheduled: list[Scheduled] = []
         for unit in self._slots.units:
-            guesses = None if unit.sequence.is_held_up else self._guesses(unit)
-            if guesses is None:
+            chunk = None if unit.sequence.is_held_up else self._with_guesses(unit)
+            if chunk is None:
                 unit.step_cost = 0  # it keeps its slot, and the others go on
                 continue
-            unit.step_cost = _cost(unit.chunk) + len(guesses) * OUTPUT_TOKEN_COST
+            draft_cost = self._drafts.take(unit, chunk)
+            unit.step_cost = _cost(unit.chunk) + chunk.num_guesses * OUTPUT_TOKEN_COST + draft_cost
             unit.cost += unit.step_cost
             if unit.sequence.status is SequenceStatus.DECODE:
-                unit.tokens_left -= 1 + len(guesses)
-                scheduled.append(replace(unit.chunk, guesses=guesses) if guesses else unit.chunk)
+                unit.tokens_left -= 1 + chunk.num_guesses
+                scheduled.append(chunk)
             else:
                 unit.tokens_left = 0
                 chunks.append(unit.chunk)
@@ -212,20 +219,27 @@ class StepPlanner:
         """Of those that run or wait."""
         return {flow[1] for flow in self._slots.by_flow} | {s.flow[1] for s in self._queue.sequences}
 
-    def _guesses(self, unit: Unit) -> SequenceOf[int] | None:
+    def _with_guesses(self, unit: Unit) -> Scheduled | None:
         """None: it is not computed in this step. A quantum counts the guesses, right or wrong: they are computed."""
-        sequence, round_ = unit.sequence, self._round
+        sequence, round_, chunk = unit.sequence, self._round, unit.chunk
         if sequence.num_guesses:
             return None
         if sequence.status is not SequenceStatus.DECODE or len(self._slots) > MOST_SPECULATING:
-            return ()
-        guesses = sequence.guess(min(unit.tokens_left - 1, round_.budget, round_.draws))
-        if guesses is None and not unit.cost:
-            return ()  # it began in this plan, and copies into its blocks are due
-        if guesses:
-            round_.budget -= len(guesses)
-            round_.draws -= len(guesses)
-        return guesses
+            return chunk
+        most = min(unit.tokens_left - 1, round_.budget, round_.draws)
+        found: Scheduled | None
+        if self._drafts.drafts(sequence):
+            found = self._drafts.with_draft(unit, most, round_.draft_tokens)
+        else:
+            guesses = sequence.guess(most)
+            found = None if guesses is None else replace(chunk, guesses=guesses) if guesses else chunk
+        if found is None:
+            return None if unit.cost else chunk  # it began in this plan: copies into its blocks are due
+        round_.budget -= found.num_guesses
+        round_.draws -= found.num_guesses
+        if found.draft is not None:
+            round_.draft_tokens -= len(found.draft.token_ids)
+        return found
 
     def _end_units(self) -> list[Sequence]:
         over = self._slots.take_ended()
@@ -472,6 +486,7 @@ class _Round:
         "awaits_mask",
         "budget",
         "deferred",
+        "draft_tokens",
         "draws",
         "is_held_back",
         "num_ended",
@@ -486,6 +501,7 @@ class _Round:
         self.prompt_budget = budget if max_prompt_tokens is None else min(budget, max_prompt_tokens)
         self.prompt_tokens = 0  # of those that were started
         self.draws = 0  # beside one of each slot: a runner takes as many as there are slots
+        self.draft_tokens = 0  # that the draft model may see
         self.awaits_mask = False  # some that could have started have no mask yet
         self.num_ended = 0  # prompts that end in the step
         self.is_held_back = False  # some that could have ended wait for the next step

@@ -16,7 +16,7 @@ from manylora_shared.ids import AdapterUid
 from manylora_shared.process.heap import collector_paused
 from torch import Tensor
 
-from manylora_worker.kinds.api import Sampled, SequenceChunk, StepBatch, draws_of
+from manylora_worker.kinds.api import DraftModel, Sampled, SequenceChunk, StepBatch, draws_of
 from manylora_worker.models.columns import BaseColumns
 from manylora_worker.models.cuda.adapter_arena import AdapterArena
 from manylora_worker.models.cuda.decoder import Decoder, DeviceStep, buffer_bytes
@@ -46,6 +46,7 @@ from manylora_worker.models.cuda.sampler_rows import SamplerRows, bars_on_device
 from manylora_worker.models.cuda.step_packing import PackedStep, StepPacker
 from manylora_worker.models.cuda.step_tables import StepTables, to_device
 from manylora_worker.models.decoder_weights import DecoderWeights, DenseMlp
+from manylora_worker.models.drafts.drafter import Drafter
 from manylora_worker.models.layers.host_kv import TensorHostKv
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.layers.prompt_scores import ScoredRows, Scores, score
@@ -149,16 +150,18 @@ class DeviceModelRunner:
         *,
         num_kv_blocks: int,
         num_host_blocks: int = 0,
+        drafter: Drafter | None = None,
     ) -> None:
         self._loaded, self._cache, self._limits = loaded, cache, limits
         self._num_kv_blocks = num_kv_blocks
+        self._drafter = drafter
         self.host_kv = TensorHostKv(cache.by_block, num_host_blocks)
         self._capture = loaded.device.type == "cuda"  # the interpreter of the tests has no graphs
         geometry = cache.geometry
         bs, row = cache.block_size, geometry.row_elements
         self._layout = PagedLayout(
             block_size=bs,
-            stride_block=2 * geometry.num_layers * bs * row,
+            stride_block=cache.block_elements,
             stride_token=row,
             stride_kv=bs * row,
             stride_head=geometry.head_dim,
@@ -169,7 +172,7 @@ class DeviceModelRunner:
             weights,
             arena=cache.flat,
             layout=self._layout,
-            layer_offsets=[2 * i * bs * row for i in range(geometry.num_layers)],
+            layer_offsets=[cache.first_element + 2 * i * bs * row for i in range(geometry.num_layers)],
             sites=self._adapters.sites,
             ropes=self._adapters.ropes,
             lora_chunks=self._adapters.chunks,
@@ -224,6 +227,10 @@ class DeviceModelRunner:
         return self._cache.block_size
 
     @property
+    def draft_model(self) -> DraftModel | None:
+        return None if self._drafter is None else self._drafter.model
+
+    @property
     def vocab_size(self) -> int:
         return self._loaded.spec.vocab_size
 
@@ -240,6 +247,8 @@ class DeviceModelRunner:
             self._prepare_blocks(batch)
             if not batch.chunks:
                 return PendingStep([], Draws(), self._device)
+            if self._drafter is not None:
+                batch = self._drafter.guessed(batch)
             plan = self._packer.pack(batch.chunks)
             sampling = _Sampling.of([chunk for chunk in batch.chunks if chunk.samples], plan.row_of)
             is_graph = plan.is_decode and self._capture and bool(sampling.chunks)

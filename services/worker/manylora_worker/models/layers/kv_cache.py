@@ -5,6 +5,7 @@ Where a model has recurrent layers, a sequence's first blocks hold their state i
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,6 +56,8 @@ class KvGeometry:
     head_dim: int
     state: StateGeometry | None = None  # of layers that do not attend
     layers: tuple[LayerKv, ...] = ()  # empty: all are alike
+    # of a draft model, whose keys and values stand behind these in each block
+    beside: KvGeometry | None = None
 
     @classmethod
     def of(
@@ -80,8 +83,25 @@ class KvGeometry:
     def row_elements(self) -> int:
         return self.num_kv_heads * self.head_dim  # of one token's keys (or values) in one layer
 
+    @property
+    def own_elements(self) -> int:
+        return 2 * self.num_layers * self.row_elements  # of one token's keys and values over all layers
+
+    @property
+    def first_beside(self) -> int:
+        """Elements of a token before those of `beside`."""
+        return self.own_elements if self.beside is None else _up_to(self.own_elements, self.beside.row_elements)
+
+    @property
+    def token_elements(self) -> int:
+        """Rows of either model fill a block evenly."""
+        if self.beside is None:
+            return self.own_elements
+        rows = math.lcm(self.row_elements, self.beside.row_elements)
+        return _up_to(self.first_beside + self.beside.own_elements, rows)
+
     def token_bytes(self, dtype: torch.dtype) -> int:
-        return 2 * self.num_layers * self.row_elements * dtype.itemsize  # keys and values over all layers
+        return self.token_elements * dtype.itemsize
 
     def state_blocks(self, block_size: int, dtype: torch.dtype) -> int:
         """Of a sequence, beside those of its tokens."""
@@ -91,14 +111,19 @@ class KvGeometry:
         return budget_bytes // (self.token_bytes(dtype) * block_size)
 
 
+def _up_to(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
+
+
 # Block-major, so clearing or copying a block is one contiguous write:
 #
-#     arena row = block * (2 * num_layers) + 2 * layer + (0 keys | 1 values)    holds [block_size, kv_heads, head_dim]
+#     arena row = block * rows_per_block + 2 * layer + (0 keys | 1 values)      holds [block_size, kv_heads, head_dim]
 #     token row = arena row * block_size + position % block_size                holds [kv_heads, head_dim]
 #
 # A layer's view starts `2 * layer + kv` arena rows further on: one index tensor a step serves every layer. Where layers
 # differ in their widths, a row is as wide as their greatest common divisor, and a layer has several ("layer" above is
-# then a part of one), so that pool, swapping and indices know nothing of it.
+# then a part of one), so that pool, swapping and indices know nothing of it. A draft model's rows follow in the same
+# block, in arena rows of its own size: `beside` is the same tensor as it sees it.
 class KvCache:
     def __init__(
         self,
@@ -117,22 +142,36 @@ class KvCache:
         self.block_size = block_size
         self.dtype = dtype
         self.state_blocks = geometry.state_blocks(block_size, dtype)
-        rows_per_block = 2 * geometry.num_layers
-        row_elements = geometry.row_elements
+        self.block_elements = geometry.token_elements * block_size
         self.marks_free = marks_free
         # NaN: the sampler then names a sequence that read a free block
         self._free_value = math.nan if marks_free else 0.0
-        self._arena = torch.full(
-            (num_blocks * rows_per_block, block_size * row_elements), self._free_value, dtype=dtype, device=device
-        )
-        self._by_block_id = self._arena.view(num_blocks, rows_per_block * block_size * row_elements)
-        by_token = self._arena.view(num_blocks * rows_per_block * block_size, row_elements)
-        layers = range(geometry.num_layers)
+        self._by_block_id = torch.full((num_blocks, self.block_elements), self._free_value, dtype=dtype, device=device)
+        self._see(0)
+
+    def _see(self, first_element: int) -> None:
+        geometry, block_size = self.geometry, self.block_size
+        row_elements, num_rows = geometry.row_elements, 2 * geometry.num_layers
+        self.first_element = first_element  # of a block, for this model
+        self._rows_per_block = self.block_elements // (block_size * row_elements)
+        self._arena = self._by_block_id.view(-1, block_size * row_elements)
+        self._own = self._by_block_id[:, first_element : first_element + num_rows * block_size * row_elements]
+        by_token = self._arena.view(-1, row_elements)
+        first_row = first_element // (block_size * row_elements)
+        rows = range(first_row, first_row + num_rows, 2)
         self._places = geometry.places
         self._gathered = (self._arena.new_empty(0, 0), self._arena.new_empty(0, 0))
         self._joined = (self._arena.new_empty(0), self._arena.new_empty(0))
-        self._block_views = [(self._arena[2 * i :], self._arena[2 * i + 1 :]) for i in layers]
-        self._token_views = [(by_token[2 * i * block_size :], by_token[(2 * i + 1) * block_size :]) for i in layers]
+        self._block_views = [(self._arena[i:], self._arena[i + 1 :]) for i in rows]
+        self._token_views = [(by_token[i * block_size :], by_token[(i + 1) * block_size :]) for i in rows]
+
+    def beside(self) -> KvCache:
+        """The same blocks, for the draft model."""
+        assert self.geometry.beside is not None
+        found = copy.copy(self)
+        found.geometry, found.state_blocks = self.geometry.beside, 0
+        found._see(self.geometry.first_beside * self.block_size)
+        return found
 
     @property
     def most_gathered_blocks(self) -> int | None:
@@ -143,11 +182,11 @@ class KvCache:
 
     @property
     def size_bytes(self) -> int:
-        return self._arena.nbytes
+        return self._by_block_id.nbytes
 
     @property
     def flat(self) -> Tensor:
-        return self._arena.view(-1)
+        return self._by_block_id.view(-1)
 
     @property
     def by_block(self) -> Tensor:
@@ -155,10 +194,10 @@ class KvCache:
         return self._by_block_id
 
     def block_row(self, block_id: int) -> int:
-        return block_id * 2 * self.geometry.num_layers
+        return block_id * self._rows_per_block
 
     def token_row(self, block_id: int, offset: int) -> int:
-        return block_id * 2 * self.geometry.num_layers * self.block_size + offset
+        return block_id * self._rows_per_block * self.block_size + offset
 
     def gather(self, layer: int, block_rows: Tensor) -> tuple[Tensor, Tensor]:
         """[len(block_rows), block_size * kv_heads * head_dim] each, good until the next call."""
@@ -206,7 +245,7 @@ class KvCache:
 
     def zero_blocks(self, block_ids: Tensor) -> None:
         # for a reader that multiplies what is masked by 0
-        self._by_block_id.index_fill_(0, block_ids, 0)
+        self._own.index_fill_(0, block_ids, 0)
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """All reads before all writes. sources, targets: [n]."""

@@ -18,9 +18,10 @@ import torch
 from manylora_shared.ids import AdapterUid
 from torch import Tensor
 
-from manylora_worker.kinds.api import Sampled, StepBatch
+from manylora_worker.kinds.api import DraftModel, Sampled, StepBatch
 from manylora_worker.models.columns import BaseColumns
 from manylora_worker.models.decoder_weights import DecoderWeights
+from manylora_worker.models.drafts.drafter import Drafter
 from manylora_worker.models.layers.attention import STEP_KEYWORD
 from manylora_worker.models.layers.host_kv import TensorHostKv
 from manylora_worker.models.layers.kv_cache import KvCache
@@ -51,8 +52,10 @@ class TorchModelRunner:
         planner: LoraPlanner,
         *,
         num_host_blocks: int = 0,
+        drafter: Drafter | None = None,
     ) -> None:
         self._loaded = loaded
+        self._drafter = drafter
         self._decoder = None if weights is None else TorchDecoder(weights)
         self._cache = cache
         self.host_kv = TensorHostKv(cache.by_block, num_host_blocks)
@@ -75,6 +78,10 @@ class TorchModelRunner:
         return self._cache.state_blocks
 
     @property
+    def draft_model(self) -> DraftModel | None:
+        return None if self._drafter is None else self._drafter.model
+
+    @property
     def vocab_size(self) -> int:
         return self._loaded.spec.vocab_size
 
@@ -88,6 +95,8 @@ class TorchModelRunner:
             self._prepare_blocks(batch)
             if not batch.chunks:
                 return []
+            if self._drafter is not None:
+                batch = self._drafter.guessed(batch)
             inputs = build_inputs(batch, self._cache, self.adapters, self._loaded.device)
             with self._passed(inputs) as head:
                 drawn = sample(head(inputs.logit_rows), inputs.sampled) if inputs.sampled else []
