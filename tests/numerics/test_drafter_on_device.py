@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 from manylora_worker.models.cuda.runner import DeviceLimits, DeviceModelRunner
 from manylora_worker.models.decoder_weights import read_decoder
 
-from tests.numerics.interpreter import DEVICES
+from tests.numerics.interpreter import DEVICES, needs_interpreter
 
 pytestmark = pytest.mark.kernels
 
@@ -58,7 +58,7 @@ def guesses(loaded: loader.LoadedModel, *, compiled: bool) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=[needs_interpreter, pytest.mark.slow]), DEVICES[1]])
 def test_guesses_are_those_of_the_reference(family_of: FamilyOf, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "can_pack", lambda *_: False)
     family = family_of("llama")
