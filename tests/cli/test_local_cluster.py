@@ -96,6 +96,7 @@ def test_workers_that_share_a_device_do_not_each_take_all_of_it(
 def test_what_up_is_told_of_workers_reaches_them(tmp_path: Path) -> None:
     told: dict[str, Any] = {
         "sequence_slots": 8,
+        "draft_model": "/small",
         "device_adapter_mb": 64,
         "host_adapter_mb": 128,
         "adapter_cache_mb": 512,

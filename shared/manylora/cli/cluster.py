@@ -37,16 +37,16 @@ T = TypeVar("T")
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def model_source(model: str) -> str:
-    """What the services are given for --model; where there is no model, the command was called wrongly."""
+def model_source(model: str, option: str = "--model") -> str:
+    """What the services are given for a model; where there is no model, the command was called wrongly."""
     if model == DEMO_MODEL:
         return str(BASE_FOLDER)
     try:
         folder = model_folder(model)
     except ModelNotFound as error:
-        raise usage_error(f"--model: {error}") from None
+        raise usage_error(f"{option}: {error}") from None
     if not (folder / "config.json").is_file():
-        raise usage_error(f"--model: {folder} is not the folder of a Hugging Face model: it has no config.json")
+        raise usage_error(f"{option}: {folder} is not the folder of a Hugging Face model: it has no config.json")
     # A hub id goes on as it is: its name, and not its snapshot's, is what adapters say that they were made for.
     return str(folder.absolute()) if Path(model).is_dir() else model
 

@@ -87,6 +87,7 @@ class ClusterOptions:
     kv_cache_mb: int | None = None
     max_lora_rank: int | None = None
     max_model_len: int | None = None
+    draft_model: str = ""  # of the first pool
     tls: bool = False
     schedulers: int = 1
     sequence_slots: int | None = None
@@ -380,6 +381,7 @@ class LocalCluster:
             "kv-cache-mb": kv_cache_mb,
             "max-lora-rank": options.max_lora_rank,
             "max-model-len": options.max_model_len,
+            "draft-model": options.draft_model if pool.pool == DEFAULT_POOL else "",
             "sequence-slots": options.sequence_slots,
             "device-adapter-mb": options.device_adapter_mb,
             "host-adapter-mb": options.host_adapter_mb,

@@ -42,6 +42,13 @@ MaxModelLen = Annotated[
     int | None,
     typer.Option(min=1, help="Longest context, of adapters that stretch the model's, too; default: the model's."),
 ]
+DraftModel = Annotated[
+    str,
+    typer.Option(
+        metavar="MODEL",
+        help="A small model with the same tokens, which guesses for classes whose policy says `speculation: draft`.",
+    ),
+]
 ModelAliases = Annotated[
     list[str] | None,
     typer.Option(help="A further name under which adapters may know the model; may be repeated."),
@@ -167,6 +174,7 @@ def up(
     kv_cache_mb: KvCacheMb = None,
     max_lora_rank: MaxLoraRank = None,
     max_model_len: MaxModelLen = None,
+    draft_model: DraftModel = "",
     generation_config: GenerationConfigOption = GenerationConfig.AUTO,
     tool_parser: ToolParserOption = "auto",
     reasoning_parser: ReasoningParserOption = "auto",
@@ -200,6 +208,7 @@ def _options(given: Mapping[str, Any]) -> ClusterOptions:
     port, http_port = given["port"], given["http_port"]
     options |= {
         "model": cluster.model_source(given["model"]),
+        "draft_model": cluster.model_source(given["draft_model"], "--draft-model") if given["draft_model"] else "",
         "model_name": given["model_name"] or cluster.name_of(given["model"]),
         "model_aliases": tuple(given["model_alias"] or ()),
         "pools": cluster.pools_of(given["pool"] or []),
