@@ -109,8 +109,8 @@ class Load:
 
 
 @asynccontextmanager
-async def started(tmp_path: Path) -> AsyncIterator[tuple[LocalCluster, Client, Client]]:
-    """With an operator's client and a tenant's."""
+async def started(tmp_path: Path) -> AsyncIterator[tuple[LocalCluster, Client]]:
+    """With an operator's client."""
     options = ClusterOptions(
         model=BASE_FOLDER,
         model_name="fake",
@@ -121,24 +121,24 @@ async def started(tmp_path: Path) -> AsyncIterator[tuple[LocalCluster, Client, C
         worker_module="manylora_sim.worker",
         worker_flags=("--fake-step-ms=10", "--sequence-slots=64"),
     )
-    async with LocalCluster(options) as cluster:
-        servers = ",".join(cluster.router_addresses)
-        async with Client(servers) as operator, Client(servers, tenant=TENANT) as client:
-            await operator.tenants.apply(f"tenant_id: {TENANT}\n")
-            await asyncio.sleep(0.5)  # the other router hears of the tenant
-            yield cluster, operator, client
+    async with LocalCluster(options) as cluster, Client(",".join(cluster.router_addresses)) as operator:
+        await operator.tenants.apply(f"tenant_id: {TENANT}\n")
+        await asyncio.sleep(0.5)  # the other router hears of the tenant
+        yield cluster, operator
 
 
 @asynccontextmanager
-async def loaded(client: Client) -> AsyncIterator[Load]:
-    load = Load(client)
-    running = asyncio.create_task(load.run())
-    await asyncio.sleep(1.0)
-    try:
-        yield load
-    finally:
-        load.end()
-        await running
+async def loaded(cluster: LocalCluster) -> AsyncIterator[Load]:
+    """By a client with a retry budget of its own."""
+    async with Client(",".join(cluster.router_addresses), tenant=TENANT) as client:
+        load = Load(client)
+        running = asyncio.create_task(load.run())
+        await asyncio.sleep(1.0)
+        try:
+            yield load
+        finally:
+            load.end()
+            await running
     load.check()
 
 
@@ -172,8 +172,8 @@ async def check_ledger(operator: Client, load: Load) -> None:
 
 
 async def test_nobody_sees_what_goes(tmp_path: Path) -> None:
-    async with started(tmp_path) as (cluster, operator, client):
-        async with loaded(client) as load:
+    async with started(tmp_path) as (cluster, operator):
+        async with loaded(cluster) as load:
             for _ in range(ROUNDS):
                 for name in ("worker-0", "worker-1", "scheduler-1", "scheduler", "router-0", "router-1"):
                     before = cluster.children[name].ready
@@ -182,7 +182,7 @@ async def test_nobody_sees_what_goes(tmp_path: Path) -> None:
                     await back(cluster, operator, name, before)
             restarted = load.told()
         await check_ledger(operator, load)
-        async with loaded(client) as load:
+        async with loaded(cluster) as load:
             for name in ("router-0", "router-1"):
                 before = cluster.children[name].ready
                 os.kill(cluster.pids[name], signal.SIGKILL)

