@@ -247,10 +247,12 @@ async def test_an_unknown_method_is_unimplemented(net: Net) -> None:
 
 async def test_cancelling_a_stream_cancels_its_handler(net: Net) -> None:
     ended: list[str] = []
+    has_sent = asyncio.Event()  # a cancel that comes before closes the handler, and is not raised in it
 
     async def handler(request: Any, call: Any) -> AsyncIterator[Any]:
         try:
             yield text("first")
+            has_sent.set()
             await asyncio.Event().wait()
         except asyncio.CancelledError:
             ended.append("cancelled")
@@ -262,6 +264,7 @@ async def test_cancelling_a_stream_cancels_its_handler(net: Net) -> None:
     async with net.running(ServerStream=handler) as (_, channel):
         stream = channel.stream(METHODS["ServerStream"], text(""))
         assert (await stream.read()).text == "first"
+        await has_sent.wait()
         stream.cancel()
         stream.cancel()
         with pytest.raises(RpcError) as caught:
