@@ -15,7 +15,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 from manylora_shared.address import join_address, parse_address
-from manylora_shared.errors import Code, RpcError
+from manylora_shared.errors import Code, ManyloraError, RpcError
 from manylora_shared.transport.base import Method, Service, methods_of
 from manylora_shared.transport.handling import (
     MAX_MESSAGE_BYTES,
@@ -234,7 +234,12 @@ class MemoryServer:
         admission: Admission | None = None
         try:
             reader = _reader(call.requests)
-            admission = Admission(service.gate, server_call, method.request_type, reader, service.check)
+            try:
+                admission = Admission(service.gate, server_call, method.request_type, reader, service.check)
+            except ManyloraError as e:
+                if service.gate is not None:
+                    await service.gate.before_refusal(server_call, e)
+                raise
             handler = service.handlers[method.path.rpartition("/")[2]]
             await self._run(call, method, handler, admission, server_call)
         except (Exception, asyncio.CancelledError) as e:

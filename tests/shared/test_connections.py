@@ -12,6 +12,7 @@ from contextlib import ExitStack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from manylora_shared.errors import ManyloraError
 from manylora_shared.transport import connections as module
 from manylora_shared.transport.base import ServerCall, Service
 from manylora_shared.transport.connections import Connections, fair_level, room
@@ -172,6 +173,12 @@ class KeyGate:
     def enter(self, call: ServerCall) -> KeyGate:
         self.owner = call.metadata.get("owner", "")
         return self
+
+    async def before_refusal(self, call: ServerCall, refusal: ManyloraError) -> None:
+        pass
+
+    async def before_reading(self) -> None:
+        pass
 
     def slow(self) -> Callable[[], None]:
         return lambda: None

@@ -15,8 +15,8 @@ import pytest_asyncio
 from grpc_health.v1 import health_pb2
 from manylora_shared.errors import Code, FieldViolation, InvalidRequest, Overloaded, RpcError, SlowReader
 from manylora_shared.transport.base import Channel, Method, Server, Transport, methods_of
-from manylora_shared.transport.bundle_client import BundlingTransport
-from manylora_shared.transport.bundle_server import UnbundlingTransport
+from manylora_shared.transport.bundles.client import BundlingTransport
+from manylora_shared.transport.bundles.server import UnbundlingTransport
 from manylora_shared.transport.grpc_transport import GrpcTransport
 from manylora_sim.network import MemoryNetwork
 

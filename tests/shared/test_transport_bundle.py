@@ -13,11 +13,11 @@ from manylora.v1 import bundle_pb2
 from manylora_shared.coordination.peers import PeerTransport, guarded
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.metadata import PEER_KEY
-from manylora_shared.transport import bundle_server
 from manylora_shared.transport.base import Channel, Service, methods_of
-from manylora_shared.transport.bundle import WINDOW
-from manylora_shared.transport.bundle_client import BundlingTransport
-from manylora_shared.transport.bundle_server import BundleServer, UnbundlingTransport
+from manylora_shared.transport.bundles import server as bundle_server
+from manylora_shared.transport.bundles.client import BundlingTransport
+from manylora_shared.transport.bundles.messages import WINDOW
+from manylora_shared.transport.bundles.server import BundleServer, UnbundlingTransport
 from manylora_shared.transport.grpc_transport import GrpcTransport
 from manylora_shared.transport.handling import MAX_MESSAGE_BYTES
 from manylora_sim.network import MemoryNetwork

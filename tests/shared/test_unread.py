@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from manylora_shared.errors import Code, RpcError, SlowReader
+from manylora_shared.errors import Code, ManyloraError, RpcError, SlowReader
 from manylora_shared.transport import unread
 from manylora_shared.transport.base import Service
 from manylora_shared.transport.connections import Connections
@@ -27,6 +27,9 @@ class Held:
     def __init__(self, gate: OpenGate) -> None:
         self.gate = gate
         gate.places.enter(self.owner)
+
+    async def before_reading(self) -> None:
+        pass
 
     def slow(self) -> Any:
         return lambda: None
@@ -58,6 +61,9 @@ class OpenGate:
         self.came += 1
         self.changed.set()
         return Held(self)
+
+    async def before_refusal(self, call: Any, refusal: ManyloraError) -> None:
+        pass
 
 
 async def endless(request: Any, call: Any) -> AsyncIterator[Any]:

@@ -22,6 +22,7 @@ from manylora_shared.metadata import PEER_KEY
 from manylora_shared.process import loop as service_loop
 from manylora_shared.process.clock import SystemClock
 from manylora_shared.process.config import load
+from manylora_shared.process.heap import collect_less
 from manylora_shared.process.last_resort import LastResort
 from manylora_shared.process.main import Parts, serve
 from manylora_shared.stores.access import access_of
@@ -31,7 +32,7 @@ from manylora_shared.stores.bucket_files import BucketAdapterFiles
 from manylora_shared.stores.documents import BucketDocuments, Documents, LocalDocuments
 from manylora_shared.stores.model_files import model_folder
 from manylora_shared.telemetry import logs
-from manylora_shared.transport.bundle_client import BundlingTransport
+from manylora_shared.transport.bundles.client import BundlingTransport
 
 from manylora_router.admin.sources import Sources, read_rules
 from manylora_router.app import RouterApp
@@ -125,6 +126,7 @@ async def build(config: RouterConfig, parts: Parts) -> RouterApp:
 def main() -> None:
     config = load(RouterConfig)
     logs.setup("router", config.log_level, instance_id=config.router_id)
+    collect_less()
     try:
         was_told = service_loop.run(
             serve(

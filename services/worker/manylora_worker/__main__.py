@@ -17,7 +17,7 @@ from manylora_shared.process.config import load
 from manylora_shared.process.last_resort import SILENCE_S, LastResort
 from manylora_shared.process.main import Parts, look_for_etcd, serve
 from manylora_shared.telemetry import logs
-from manylora_shared.transport.bundle_server import UnbundlingTransport
+from manylora_shared.transport.bundles.server import UnbundlingTransport
 
 from manylora_worker.app import WorkerApp
 from manylora_worker.config import WorkerConfig

@@ -20,6 +20,8 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from manylora_shared.errors import ManyloraError
+
 
 @dataclass(frozen=True)
 class Method:
@@ -61,6 +63,9 @@ class Hold(Protocol):
 
     owner: str  # whose key came; empty: none did
 
+    async def before_reading(self) -> None:
+        """Returns when its message may be read."""
+
     def slow(self) -> Callable[[], None]:
         """Asked once, where the message is late. What is returned is called when it is there, or is given up.
 
@@ -81,6 +86,9 @@ class Gate(Protocol):
     def enter(self, call: ServerCall) -> Hold:
         """Raises ManyloraError."""
 
+    async def before_refusal(self, call: ServerCall, refusal: ManyloraError) -> None:
+        """Returns when what `enter` raised may be told."""
+
 
 @dataclass(frozen=True)
 class Service:
@@ -89,6 +97,7 @@ class Service:
     check: Callable[[ServerCall], None] | None = None  # the handlers' own: whatever carries their calls asks it first,
     # by a call's metadata, before it reads anything
     gate: Gate | None = None
+    crowded: Sequence[str] = ()  # methods whose calls come by thousands at once
 
     def __post_init__(self) -> None:
         missing = {m.name for m in self.descriptor.methods} ^ set(self.handlers)

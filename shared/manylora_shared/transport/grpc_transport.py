@@ -25,8 +25,9 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from manylora_shared.address import join_address, parse_address
 from manylora_shared.errors import Code, ManyloraError, Overloaded, RpcError, SlowReader
 from manylora_shared.process.heap import give_back
-from manylora_shared.transport.base import Method, ServerCall, Service, methods_of
-from manylora_shared.transport.connections import STRANGER, Connections, room
+from manylora_shared.transport.accepting import WAITING, Accepting
+from manylora_shared.transport.base import Method, Service, methods_of
+from manylora_shared.transport.connections import Connections, room
 from manylora_shared.transport.handling import (
     MAX_MESSAGE_BYTES,
     Admission,
@@ -35,8 +36,7 @@ from manylora_shared.transport.handling import (
     is_task_cancelled,
     parse_response,
 )
-from manylora_shared.transport.health import Health
-from manylora_shared.transport.places import Places
+from manylora_shared.transport.health import Health, Strangers
 from manylora_shared.transport.status import DETAILS_KEY, decode_error, encode_details, message_of
 from manylora_shared.transport.tls import Tls
 from manylora_shared.transport.unread import Unread, as_stream
@@ -47,7 +47,6 @@ KEEPALIVE_TIME_MS = 1000
 KEEPALIVE_TIMEOUT_MS = 2000
 MAX_METADATA_BYTES = 16 * 1024
 MAX_CONCURRENT_CALLS = 16_384  # over all acceptors of a server
-MAX_PUBLIC_CALLS = 512  # of health and reflection
 MAX_CALLS_A_CONNECTION = 4_096  # a client's further calls wait on its side
 HANDSHAKE_TIMEOUT_MS = 10_000
 
@@ -76,6 +75,7 @@ _KEEPALIVE: Options = (
 _SERVER: Options = (
     *_LIMITS,
     *_KEEPALIVE,
+    *WAITING,
     ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
     ("grpc.max_concurrent_streams", MAX_CALLS_A_CONNECTION),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
@@ -109,17 +109,17 @@ _STATUS_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grp
 
 
 class _ServerCall:
-    __slots__ = ("_context", "_metadata")
+    __slots__ = ("_metadata", "context")
 
     def __init__(self, context: Any) -> None:
-        self._context = context
+        self.context = context
         self._metadata: dict[str, str] | None = None
 
     @property
     def metadata(self) -> Mapping[str, str]:
         if self._metadata is None:
             found: dict[str, str] = {}
-            for key, value in self._context.invocation_metadata() or ():
+            for key, value in self.context.invocation_metadata() or ():
                 if isinstance(value, str):
                     found[key] = f"{found[key]}, {value}" if key in found else value
             self._metadata = found
@@ -127,10 +127,10 @@ class _ServerCall:
 
     @property
     def peer(self) -> str:
-        return str(self._context.peer())
+        return str(self.context.peer())
 
     def time_remaining(self) -> float | None:
-        remaining: float | None = self._context.time_remaining()
+        remaining: float | None = self.context.time_remaining()
         return remaining
 
 
@@ -188,16 +188,20 @@ class _Handlers:
         )
         return getattr(grpc, f"{kind}_rpc_method_handler")(run)
 
-    def _admitted(self, method: Method, service: Service, data: Any, context: Any) -> tuple[Admission, _ServerCall]:
+    async def _admitted(self, method: Method, service: Service, data: Any, call: _ServerCall) -> Admission:
         if service.gate is None:
             self._check_room()
         is_open = service.gate is None and service.check is None
-        read = _given(data) if is_open and not method.client_streaming else _reader(context)
-        call = _ServerCall(context)
-        admission = Admission(service.gate, call, method.request_type, read, service.check)
+        read = _given(data) if is_open and not method.client_streaming else _reader(call.context)
+        try:
+            admission = Admission(service.gate, call, method.request_type, read, service.check)
+        except ManyloraError as e:
+            if service.gate is not None:
+                await service.gate.before_refusal(call, e)
+            raise
         if owner := admission.owner:
             self._connections.vouch(call.peer, owner)
-        return admission, call
+        return admission
 
     def _single(self, method: Method, service: Service) -> Callable[..., Any]:
         handler, running = service.handlers[method.path.rpartition("/")[2]], self.running
@@ -205,16 +209,17 @@ class _Handlers:
         async def run(data: Any, context: Any) -> bytes:
             task = asyncio.current_task()
             assert task is not None
+            call = _ServerCall(context)
             admission: Admission | None = None
             try:
-                admission, call = self._admitted(method, service, data, context)
+                admission = await self._admitted(method, service, data, call)
                 running.add(task)
                 request = admission if method.client_streaming else await admission.single()
                 response: Message = await handler(request, call)
                 encoded: bytes = response.SerializeToString()
                 return encoded
             except (Exception, asyncio.CancelledError) as e:
-                error = error_of(method.path, e, call.metadata if admission is not None else None)
+                error = error_of(method.path, e, call.metadata)
             finally:
                 running.discard(task)
                 if admission is not None:
@@ -232,6 +237,7 @@ class _Handlers:
         async def run(data: Any, context: Any) -> None:
             task = asyncio.current_task()
             assert task is not None
+            call = _ServerCall(context)
             admission: Admission | None = None
             responses: Any = None
             write = context.write if service.gate is None else partial(self.unread.write, task, context.write)
@@ -239,7 +245,7 @@ class _Handlers:
                 while True:
                     try:
                         if admission is None:
-                            admission, call = self._admitted(method, service, data, context)
+                            admission = await self._admitted(method, service, data, call)
                             running.add(task)
                             request = admission if method.client_streaming else await admission.single()
                             responses = handler(request, call).__aiter__()
@@ -247,7 +253,7 @@ class _Handlers:
                     except StopAsyncIteration:
                         return
                     except (Exception, asyncio.CancelledError) as e:
-                        error = error_of(method.path, e, call.metadata if admission is not None else None)
+                        error = error_of(method.path, e, call.metadata)
                         break
                     try:
                         await write(response.SerializeToString())
@@ -268,38 +274,6 @@ class _Handlers:
                 await _abort(context, error)
 
         return run
-
-
-class _Strangers:
-    """The gate of what needs no key (health, reflection): no peer keeps all others from it."""
-
-    max_message_bytes = 4 * 1024
-
-    def __init__(self) -> None:
-        self._places = Places(MAX_PUBLIC_CALLS, kept=MAX_PUBLIC_CALLS // 2)
-
-    def enter(self, call: ServerCall) -> _Stranger:
-        return _Stranger(self._places, call.peer.rpartition(":")[0])
-
-
-class _Stranger:
-    __slots__ = ("_peer", "_places")
-
-    owner = STRANGER
-
-    def __init__(self, places: Places, peer: str) -> None:
-        self._places = places
-        self._peer = peer
-        places.enter(peer)
-
-    def slow(self) -> Callable[[], None]:
-        return lambda: None
-
-    async def before_parsing(self, size_bytes: int) -> None:
-        pass
-
-    def release(self) -> None:
-        self._places.leave(self._peer)
 
 
 class GrpcServer:
@@ -534,23 +508,24 @@ class GrpcTransport:
         names = [service.descriptor.full_name for service in services]
         health = Health(names)
         public = (health.service(), _reflection_service(names))
-        strangers = _Strangers()
+        strangers = Strangers()
         connections = Connections(room())
         handlers = _Handlers(connections)
-        generic_handlers = [
-            grpc.method_handlers_generic_handler(
-                service.descriptor.full_name,
-                {name: handlers.wrap(method, service) for name, method in methods_of(service.descriptor).items()},
-            )
-            for service in (*services, *(replace(each, gate=strangers) for each in public))
-        ]
+        generic_handlers = []
+        crowded: dict[str, Any] = {}
+        for service in (*services, *(replace(each, gate=strangers) for each in public)):
+            methods = methods_of(service.descriptor)
+            wrapped = {name: handlers.wrap(method, service) for name, method in methods.items()}
+            generic_handlers.append(grpc.method_handlers_generic_handler(service.descriptor.full_name, wrapped))
+            crowded |= {methods[name].path: wrapped[name] for name in service.crowded}
         try:
             if self._num_acceptors > 1 and port:
                 _check_unused(host, port)
-            acceptors = []
+            acceptors, accepting = [], []
             for _ in range(self._num_acceptors):
                 acceptor = grpc.aio.server(options=(*_SERVER, ("grpc.so_reuseport", int(self._num_acceptors > 1))))
                 acceptor.add_generic_rpc_handlers(generic_handlers)
+                accepting.append(Accepting(acceptor, crowded))
                 bound = join_address(host, port)
                 if self._tls is None:
                     port = acceptor.add_insecure_port(bound)
@@ -561,9 +536,9 @@ class GrpcTransport:
             raise OSError(errno.EADDRNOTAVAIL, f"cannot listen on {address}: {e}") from e
         for acceptor in acceptors:
             await acceptor.start()
-        upkeep = []
+        upkeep = [task for each in accepting for task in each.start()]
         if any(service.gate is not None for service in services):  # strangers come here
-            upkeep = [
+            upkeep += [
                 asyncio.create_task(work, name=name)
                 for name, work in (
                     ("connections", connections.keep(port)),

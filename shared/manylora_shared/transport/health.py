@@ -1,4 +1,5 @@
-"""grpc.health.v1 as one of our services. Owns the serving state of one server, one flag for all its services.
+"""What a server tells without a key: grpc.health.v1 as one of our services, and the gate before it. Owns the serving
+state of one server, one flag for all its services.
 
 Watchers are woken by replacing an event, so that none can miss a change.
 """
@@ -6,12 +7,16 @@ Watchers are woken by replacing an event, so that none can miss a change.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 from grpc_health.v1 import health_pb2
 
-from manylora_shared.errors import NotFound
+from manylora_shared.errors import ManyloraError, NotFound
 from manylora_shared.transport.base import ServerCall, Service
+from manylora_shared.transport.connections import STRANGER
+from manylora_shared.transport.places import Places, Refusals
+
+MAX_PUBLIC_CALLS = 512
 
 
 class Health:
@@ -58,3 +63,46 @@ class Health:
                 last = status
                 yield health_pb2.HealthCheckResponse(status=status)
             await changed.wait()
+
+
+class Strangers:
+    """The gate of what needs no key (health, reflection): no peer keeps all others from it."""
+
+    max_message_bytes = 4 * 1024
+
+    def __init__(self) -> None:
+        self._places = Places(MAX_PUBLIC_CALLS, kept=MAX_PUBLIC_CALLS // 2)
+        self._refusals = Refusals()
+
+    def enter(self, call: ServerCall) -> _Stranger:
+        return _Stranger(self._places, _host_of(call))
+
+    async def before_refusal(self, call: ServerCall, refusal: ManyloraError) -> None:
+        await self._refusals.due(_host_of(call))
+
+
+class _Stranger:
+    __slots__ = ("_peer", "_places")
+
+    owner = STRANGER
+
+    def __init__(self, places: Places, peer: str) -> None:
+        self._places = places
+        self._peer = peer
+        places.enter(peer)
+
+    async def before_reading(self) -> None:
+        pass
+
+    def slow(self) -> Callable[[], None]:
+        return lambda: None
+
+    async def before_parsing(self, size_bytes: int) -> None:
+        pass
+
+    def release(self) -> None:
+        self._places.leave(self._peer)
+
+
+def _host_of(call: ServerCall) -> str:
+    return call.peer.rpartition(":")[0]

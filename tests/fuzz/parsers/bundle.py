@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from manylora.v1 import bundle_pb2, worker_pb2
 from manylora_shared.errors import Code
 from manylora_shared.transport.base import Service
-from manylora_shared.transport.bundle_server import BundleServer
+from manylora_shared.transport.bundles.server import BundleServer
 from manylora_shared.transport.handling import parse_request
 from manylora_shared.transport.status import decode_error, encode_details
 from manylora_worker.serving.wire import engine_request

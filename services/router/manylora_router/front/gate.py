@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from manylora_shared.errors import Overloaded
-from manylora_shared.tenancy.identity import AUTHORIZATION_KEY, Principal
+from manylora_shared.errors import ManyloraError, Overloaded, Unauthenticated
+from manylora_shared.metadata import TENANT_KEY
+from manylora_shared.tenancy.identity import AUTHORIZATION_KEY, Principal, host_of
 from manylora_shared.transport.base import ServerCall
-from manylora_shared.transport.places import Places
+from manylora_shared.transport.places import Places, Refusals
 from manylora_shared.transport.unparsed import LARGE_BYTES
 
 from manylora_router.front.pace import Pace
@@ -38,6 +39,7 @@ class Bounds:
     places: Places = field(default_factory=lambda: Places(CAPACITY, kept=KEPT))
     slow: Places = field(default_factory=lambda: Places(SLOW_CAPACITY, kept=SLOW_KEPT, few=8))
     turns: LoopTurns = field(default_factory=LoopTurns)
+    refusals: Refusals = field(default_factory=Refusals)
 
 
 class Gate:
@@ -75,6 +77,13 @@ class Gate:
                 raise
         return Pass(self, tenant, account, account_of(own_tenant(principal)))
 
+    async def before_refusal(self, call: ServerCall, refusal: ManyloraError) -> None:
+        if isinstance(refusal, Unauthenticated):  # any number of keys that are none
+            account = f"strangers at {host_of(self._callers.peer_of(call))}"
+        else:
+            account = f"key {hash((call.metadata.get(AUTHORIZATION_KEY), call.metadata.get(TENANT_KEY)))}"
+        await self.bounds.refusals.due(account)
+
 
 class Pass:
     """A call that has its place until `release`."""
@@ -86,6 +95,9 @@ class Pass:
         self._gate = gate
         self._tenant = tenant
         self._account = account
+
+    async def before_reading(self) -> None:
+        await self._gate.bounds.turns.take((self._tenant, None), 1)
 
     def slow(self) -> Callable[[], None]:
         """Raises Overloaded."""

@@ -65,7 +65,8 @@ class InferenceServicer:
             "ListModels": self.list_models,
             "GiveFeedback": self.give_feedback,
         }
-        return Service(descriptor, self._entrance.guarded(descriptor, handlers), gate=gate)
+        guarded = self._entrance.guarded(descriptor, handlers)
+        return Service(descriptor, guarded, gate=gate, crowded=("Generate",))
 
     async def give_feedback(
         self, request: inference_pb2.GiveFeedbackRequest, call: ServerCall

@@ -13,7 +13,7 @@ from manylora.v1 import bundle_pb2
 
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.transport.base import Channel, Method, Server, Service, Stream, Transport
-from manylora_shared.transport.bundle import CARRY, MAX_PART_BYTES, WINDOW, Outgoing, bundled_methods
+from manylora_shared.transport.bundles.messages import CARRY, MAX_PART_BYTES, WINDOW, Outgoing, bundled_methods
 from manylora_shared.transport.handling import parse_response
 from manylora_shared.transport.status import decode_error
 

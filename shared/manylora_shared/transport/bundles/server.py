@@ -11,7 +11,7 @@ from manylora.v1 import bundle_pb2
 
 from manylora_shared.errors import Code, ManyloraError, Overloaded, RpcError, ServiceUnavailable
 from manylora_shared.transport.base import Channel, Method, Server, ServerCall, Service, Transport
-from manylora_shared.transport.bundle import DESCRIPTOR, Outgoing, bundled_methods
+from manylora_shared.transport.bundles.messages import DESCRIPTOR, Outgoing, bundled_methods
 from manylora_shared.transport.handling import close_iterator, error_of, parse_request
 from manylora_shared.transport.status import encode_details, message_of
 
