@@ -9,15 +9,21 @@ with each n-th of them, one marked `all_but_each_nth_seed(n)` with the others.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 from collections.abc import Iterator
 
 import grpc.aio
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from manylora_shared.process import compiled
 
 DEFAULT_SIM_SEEDS = 12
 DEFAULT_FAIR_SCHEDULES = 200
+
+_FULL_COLLECTION = 64  # tests
+_LONGEST_WAIT_S = 900.0  # between two tests
+_num_ended = 0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,16 +71,42 @@ def pytest_collection() -> Iterator[None]:
     """Takes what is imported (torch, transformers, peft) out of the garbage collector's sight.
 
     It stays for as long as the tests run. To walk it again in each full collection was a tenth of their time, and a
-    third of the imports'.
+    third of the imports'. From here on nothing but `pytest_runtest_teardown` collects: by itself the collector runs in
+    whichever thread allocates, and what gRPC's objects do at their end there was seen to block, once in the thread by
+    which pytest-xdist tells its worker what to run.
     """
     gc.disable()
     try:
         return (yield)
     finally:
-        gc.enable()
         gc.collect()
         gc.freeze()
         asyncio.run(_hold_grpc())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    try:
+        return (yield)
+    finally:
+        global _num_ended
+        _num_ended += 1
+        gc.collect(1 if _num_ended % _FULL_COLLECTION else 2)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A worker of pytest-xdist that waits for so long is told nothing any more, and nobody would say so."""
+    try:
+        return (yield)
+    finally:
+        stderr = item.config.stash[fault_handler_stderr_fd_key]
+        faulthandler.dump_traceback_later(_LONGEST_WAIT_S, file=stderr, exit=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish() -> None:
+    faulthandler.cancel_dump_traceback_later()
 
 
 async def _hold_grpc() -> None:

@@ -234,6 +234,8 @@ class MemoryServer:
         admission: Admission | None = None
         try:
             reader = _reader(call.requests)
+            if service.gate is not None:
+                await service.gate.before_entering(server_call)
             try:
                 admission = Admission(service.gate, server_call, method.request_type, reader, service.check)
             except ManyloraError as e:

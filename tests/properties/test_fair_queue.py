@@ -17,6 +17,7 @@ from manylora_shared.fairness.fair_queue import ArrivalQueue, FairQueue, FlowBoo
 from manylora_shared.fairness.flow_group import Place
 from manylora_shared.fairness.flow_order import FlowOrder
 from manylora_shared.fairness.seam import TAG_SCALE, Pick, Rank, Share
+from manylora_shared.process.heap import collector_paused
 
 from tests.properties import fairness_suite as suite
 from tests.properties.fairness_suite import charge, push, start
@@ -366,8 +367,7 @@ def test_forgotten_flows_need_no_garbage_collection() -> None:
     queue: FairQueue[int, int] = FairQueue()
     push(queue, -1, -1, 0)
     gc.collect()
-    gc.disable()
-    try:
+    with collector_paused():
         for i in range(300):
             push(queue, i, i, 3 * i, need=2 + i % 3)
             push(queue, 1000 + i, i, 3 * i + 1, need=2)
@@ -379,8 +379,6 @@ def test_forgotten_flows_need_no_garbage_collection() -> None:
         assert start(queue, 5, without=-1) is None
         alive = [flow for flow in gc.get_objects() if type(flow) is FlowBooks and type(flow.key) is int]
         assert len(alive) == queue.num_flows < 10
-    finally:
-        gc.enable()
 
 
 @pytest.mark.long

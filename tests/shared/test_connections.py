@@ -170,14 +170,14 @@ class KeyGate:
 
     max_message_bytes = 100
 
+    async def before_entering(self, call: ServerCall) -> None:
+        pass
+
     def enter(self, call: ServerCall) -> KeyGate:
         self.owner = call.metadata.get("owner", "")
         return self
 
     async def before_refusal(self, call: ServerCall, refusal: ManyloraError) -> None:
-        pass
-
-    async def before_reading(self) -> None:
         pass
 
     def slow(self) -> Callable[[], None]:

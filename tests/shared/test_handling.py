@@ -97,10 +97,12 @@ class Closed:
         self.refusal = refusal
         self.parsed: list[int] = []
         self.inside = 0
-        self.turns = 0
         self.slow_now = 0
         self.slow_refusal: ManyloraError | None = None
         self.too_fast: ManyloraError | None = None
+
+    async def before_entering(self, call: object) -> None:
+        pass
 
     def enter(self, call: object) -> Closed:
         if self.refusal is not None:
@@ -110,9 +112,6 @@ class Closed:
 
     async def before_refusal(self, call: object, refusal: ManyloraError) -> None:
         pass
-
-    async def before_reading(self) -> None:
-        self.turns += 1
 
     def slow(self) -> Callable[[], None]:
         if self.slow_refusal is not None:
@@ -154,7 +153,7 @@ async def test_who_is_let_in_is_read_and_leaves_once() -> None:
     data = message.SerializeToString()
     let_in = admission(gate, data)
     assert await let_in.single() == message
-    assert (gate.inside, gate.turns, gate.parsed) == (1, 1, [len(data)])
+    assert (gate.inside, gate.parsed) == (1, [len(data)])
     let_in.end()
     let_in.end()
     assert gate.inside == 0

@@ -31,10 +31,11 @@ def test_young_objects_are_still_collected_but_the_whole_heap_seldom() -> None:
     class Node:
         me: object
 
-    before, generations = gc.get_threshold(), []
+    was_enabled, before, generations = gc.isenabled(), gc.get_threshold(), []
     watch = lambda phase, info: generations.append(info["generation"]) if phase == "start" else None  # noqa: E731
     try:
         collect_seldom()
+        gc.enable()
         node = Node()
         node.me = node
         gone = weakref.ref(node)
@@ -48,6 +49,8 @@ def test_young_objects_are_still_collected_but_the_whole_heap_seldom() -> None:
     finally:
         gc.callbacks.remove(watch)
         gc.set_threshold(*before)
+        if not was_enabled:
+            gc.disable()
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc's")

@@ -28,9 +28,6 @@ class Held:
         self.gate = gate
         gate.places.enter(self.owner)
 
-    async def before_reading(self) -> None:
-        pass
-
     def slow(self) -> Any:
         return lambda: None
 
@@ -56,6 +53,9 @@ class OpenGate:
             while self.came < came or self.left < left:
                 await self.changed.wait()
                 self.changed.clear()
+
+    async def before_entering(self, call: Any) -> None:
+        pass
 
     def enter(self, call: Any) -> Held:
         self.came += 1

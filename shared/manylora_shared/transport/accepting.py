@@ -9,12 +9,14 @@ two of its thread later. What comes faster waits in the core, the calls of all c
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 from grpc._cython import cygrpc
 
-ASKED = 8  # of a method, at each acceptor; more make a pass of the event loop longer for the calls that have come
+ASKED = 8  # of a method, at each acceptor
+A_PASS = 8  # that are taken in a pass of the event loop, over all acceptors: what has come waits for the pass too
 MAX_WAITING = 4_096  # calls in an acceptor's line; further ones are turned away, whosever they are
 
 # gRPC's own: from a thousand on it turns calls away at random, with the status CANCELLED.
@@ -24,11 +26,41 @@ WAITING = (
 )
 
 
+class Passes:
+    """How many calls were taken in this pass of the event loop."""
+
+    def __init__(self) -> None:
+        self._num_left = A_PASS
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def room(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._num_left == A_PASS:
+            loop.call_soon(self._next)
+        if self._num_left:
+            self._num_left -= 1
+            return
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _next(self) -> None:
+        self._num_left = A_PASS
+        while self._waiting and self._num_left:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                self._num_left -= 1
+                turn.set_result(None)
+        if self._num_left < A_PASS:
+            asyncio.get_running_loop().call_soon(self._next)
+
+
 class Accepting:
     """Of one acceptor (grpc.aio's server), from before its start."""
 
-    def __init__(self, acceptor: Any, handlers: Mapping[str, Any]) -> None:
-        """handlers: grpc's, by path."""
+    def __init__(self, acceptor: Any, handlers: Mapping[str, Any], passes: Passes) -> None:
+        """handlers: grpc's, by path. passes: what all acceptors share."""
+        self._passes = passes
         self._server = acceptor._server
         self._server.add_registered_method_handlers(dict(handlers))
         self._resolver = cygrpc._MethodResolver([], dict(handlers))
@@ -53,6 +85,7 @@ class Accepting:
                 if not self._server.is_running():
                     return
                 continue
+            await self._passes.room()
             handling = cygrpc._handle_rpc(path, self._resolver, (), state, loop, False)
             call = loop.create_task(cygrpc._schedule_rpc_coro(handling, state, loop, path))
             self._calls.add(call)

@@ -63,9 +63,6 @@ class Hold(Protocol):
 
     owner: str  # whose key came; empty: none did
 
-    async def before_reading(self) -> None:
-        """Returns when its message may be read."""
-
     def slow(self) -> Callable[[], None]:
         """Asked once, where the message is late. What is returned is called when it is there, or is given up.
 
@@ -82,6 +79,9 @@ class Gate(Protocol):
     """Asked by a call's metadata alone: while it refuses, not a byte of the message is read."""
 
     max_message_bytes: int
+
+    async def before_entering(self, call: ServerCall) -> None:
+        """Returns when it is the call's turn to enter."""
 
     def enter(self, call: ServerCall) -> Hold:
         """Raises ManyloraError."""

@@ -25,7 +25,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from manylora_shared.address import join_address, parse_address
 from manylora_shared.errors import Code, ManyloraError, Overloaded, RpcError, SlowReader
 from manylora_shared.process.heap import give_back
-from manylora_shared.transport.accepting import WAITING, Accepting
+from manylora_shared.transport.accepting import WAITING, Accepting, Passes
 from manylora_shared.transport.base import Method, Service, methods_of
 from manylora_shared.transport.connections import Connections, room
 from manylora_shared.transport.handling import (
@@ -191,6 +191,8 @@ class _Handlers:
     async def _admitted(self, method: Method, service: Service, data: Any, call: _ServerCall) -> Admission:
         if service.gate is None:
             self._check_room()
+        else:
+            await service.gate.before_entering(call)
         is_open = service.gate is None and service.check is None
         read = _given(data) if is_open and not method.client_streaming else _reader(call.context)
         try:
@@ -521,11 +523,11 @@ class GrpcTransport:
         try:
             if self._num_acceptors > 1 and port:
                 _check_unused(host, port)
-            acceptors, accepting = [], []
+            acceptors, accepting, passes = [], [], Passes()
             for _ in range(self._num_acceptors):
                 acceptor = grpc.aio.server(options=(*_SERVER, ("grpc.so_reuseport", int(self._num_acceptors > 1))))
                 acceptor.add_generic_rpc_handlers(generic_handlers)
-                accepting.append(Accepting(acceptor, crowded))
+                accepting.append(Accepting(acceptor, crowded, passes))
                 bound = join_address(host, port)
                 if self._tls is None:
                     port = acceptor.add_insecure_port(bound)

@@ -97,11 +97,7 @@ class Admission:
 
     async def single(self) -> Message:
         """The request of a call that has one."""
-        if self._hold is None:
-            data = await self._read()
-        else:
-            await self._hold.before_reading()
-            data = await self._read_in_time(self._hold)
+        data = await (self._read() if self._hold is None else self._read_in_time(self._hold))
         if data is None:
             raise InvalidRequest.of("request", "the call ended without one")
         return await self._parsed(data)

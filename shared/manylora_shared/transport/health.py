@@ -74,6 +74,9 @@ class Strangers:
         self._places = Places(MAX_PUBLIC_CALLS, kept=MAX_PUBLIC_CALLS // 2)
         self._refusals = Refusals()
 
+    async def before_entering(self, call: ServerCall) -> None:
+        pass
+
     def enter(self, call: ServerCall) -> _Stranger:
         return _Stranger(self._places, _host_of(call))
 
@@ -90,9 +93,6 @@ class _Stranger:
         self._places = places
         self._peer = peer
         places.enter(peer)
-
-    async def before_reading(self) -> None:
-        pass
 
     def slow(self) -> Callable[[], None]:
         return lambda: None

@@ -38,7 +38,8 @@ class Bounds:
 
     places: Places = field(default_factory=lambda: Places(CAPACITY, kept=KEPT))
     slow: Places = field(default_factory=lambda: Places(SLOW_CAPACITY, kept=SLOW_KEPT, few=8))
-    turns: LoopTurns = field(default_factory=LoopTurns)
+    entering: LoopTurns = field(default_factory=LoopTurns)  # by connection
+    turns: LoopTurns = field(default_factory=LoopTurns)  # by tenant
     refusals: Refusals = field(default_factory=Refusals)
 
 
@@ -62,6 +63,9 @@ class Gate:
         self.own = own
         self._callers = callers
         self._tenant_of = tenant_of
+
+    async def before_entering(self, call: ServerCall) -> None:
+        await self.bounds.entering.take((call.peer, None), 1)
 
     def enter(self, call: ServerCall) -> Pass:
         """Raises Unauthenticated, PermissionDenied, Overloaded or ServiceUnavailable."""
@@ -95,9 +99,6 @@ class Pass:
         self._gate = gate
         self._tenant = tenant
         self._account = account
-
-    async def before_reading(self) -> None:
-        await self._gate.bounds.turns.take((self._tenant, None), 1)
 
     def slow(self) -> Callable[[], None]:
         """Raises Overloaded."""
