@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from manylora_shared.process import loop as service_loop
+from manylora_shared.transport.grpc_transport import GrpcTransport
+
+from tests.shared.transport_echo import METHODS, echo_service, text
 
 
 def test_its_time_is_the_monotonic_clock_read_anew() -> None:
@@ -104,3 +108,37 @@ def test_it_returns_what_main_does_and_raises_what_it_raises() -> None:
     assert service_loop.run(main(fails=False)) == 7
     with pytest.raises(KeyError):
         service_loop.run(main(fails=True))
+
+
+def test_grpcs_handler_is_told_once_of_all_that_has_come() -> None:
+    told, thread = socket.socketpair()
+    with told, thread:
+        told.setblocking(False)
+        read: list[bytes] = []
+        for count in (1, 2, 250):
+            thread.send(b"1" * count)
+            service_loop._told_once(told, lambda: read.append(told.recv(1)))
+            with pytest.raises(BlockingIOError):
+                told.recv(1)
+        assert read == [b"1"] * 3
+
+
+def test_grpcs_thread_tells_the_loop_in_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    told_once, times = service_loop._told_once, []
+
+    def counted(told: socket.socket, handle: Callable[[], object]) -> None:
+        times.append(1)
+        told_once(told, handle)
+
+    monkeypatch.setattr(service_loop, "_told_once", counted)
+
+    async def main() -> None:
+        server = await GrpcTransport().serve("127.0.0.1:0", [echo_service()])
+        channel = GrpcTransport().connect(server.address)
+        answer = await channel.call(METHODS["Unary"], text("x"))
+        assert answer.text == "x"
+        await channel.close()
+        await server.stop(0)
+
+    service_loop.run(main())
+    assert times

@@ -338,6 +338,40 @@ async def test_a_stream_without_the_secret_ends_before_anything_of_it_is_read() 
     await server.stop(0)
 
 
+async def test_what_a_busy_caller_has_not_read_goes_in_one_bundle() -> None:
+    """Not in as many as there were steps meanwhile, of which it would read the oldest first."""
+    all_said, go_on = asyncio.Event(), asyncio.Event()
+
+    async def handler(request: Any, call: Any) -> AsyncIterator[Any]:
+        for index in range(20):
+            yield text(str(index))
+            await asyncio.sleep(0.01)
+        all_said.set()
+        await go_on.wait()
+
+    network = MemoryNetwork(random.Random(3))
+    served = UnbundlingTransport(network.transport("server"))
+    server = await served.serve("127.0.0.1:0", [echo_service(ServerStream=handler)])
+    channel = network.transport("client").connect(server.address)
+    carry = channel.stream(CARRY)
+
+    async def read() -> int:
+        return len((await asyncio.wait_for(carry.read(), SOON_S)).parts)
+
+    opened = bundle_pb2.CallOpen(method=STREAM.path, credit=100)
+    parts = [bundle_pb2.CallPart(bundles_ahead=3), bundle_pb2.CallPart(call=1, open=opened)]
+    await carry.write(bundle_pb2.CallBundle(parts=parts))
+    await all_said.wait()
+    assert [await read() for _ in range(3)] == [1, 1, 1]
+    await carry.write(bundle_pb2.CallBundle(parts=[bundle_pb2.CallPart(bundles_read=3)]))
+    assert await read() == 17
+    go_on.set()
+    assert await read() == 1, "its end"
+    carry.cancel()
+    await channel.close()
+    await server.stop(0)
+
+
 async def test_very_many_parts_at_once_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bundle_server, "MAX_CALLS", 100)
 

@@ -44,7 +44,7 @@ _LOG = logging.getLogger("manylora_router")
 
 # prompts that are tokenized at a time: the tokenizer leaves the interpreter, and the event loop needs a core too
 _TOKENIZER_THREADS = 2
-_ACCEPTORS = 16  # tenants call from connections of their own: the burst of one waits behind itself
+_ACCEPTORS = 32  # tenants call from connections of their own: the burst of one waits behind itself
 
 
 def load_text(model: str) -> TextService:

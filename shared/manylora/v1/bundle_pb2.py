@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18manylora/v1/bundle.proto\x12\x0bmanylora.v1\"2\n\nCallBundle\x12$\n\x05parts\x18\x01 \x03(\x0b\x32\x15.manylora.v1.CallPart\"k\n\x08\x43\x61llPart\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12%\n\x04open\x18\x02 \x01(\x0b\x32\x15.manylora.v1.CallOpenH\x00\x12\x10\n\x06\x63redit\x18\x03 \x01(\rH\x00\x12\x10\n\x06\x63\x61ncel\x18\x04 \x01(\x08H\x00\x42\x06\n\x04what\"\xa3\x01\n\x08\x43\x61llOpen\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x35\n\x08metadata\x18\x02 \x03(\x0b\x32#.manylora.v1.CallOpen.MetadataEntry\x12\x0f\n\x07request\x18\x03 \x01(\x0c\x12\x0e\n\x06\x63redit\x18\x04 \x01(\r\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"6\n\x0c\x41nswerBundle\x12&\n\x05parts\x18\x01 \x03(\x0b\x32\x17.manylora.v1.AnswerPart\"[\n\nAnswerPart\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\x12\n\x08response\x18\x02 \x01(\x0cH\x00\x12#\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x14.manylora.v1.CallEndH\x00\x42\x06\n\x04what\"9\n\x07\x43\x61llEnd\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0f\n\x07\x64\x65tails\x18\x03 \x01(\x0c\x32P\n\rBundleService\x12?\n\x05\x43\x61rry\x12\x17.manylora.v1.CallBundle\x1a\x19.manylora.v1.AnswerBundle(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18manylora/v1/bundle.proto\x12\x0bmanylora.v1\"2\n\nCallBundle\x12$\n\x05parts\x18\x01 \x03(\x0b\x32\x15.manylora.v1.CallPart\"\x9c\x01\n\x08\x43\x61llPart\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12%\n\x04open\x18\x02 \x01(\x0b\x32\x15.manylora.v1.CallOpenH\x00\x12\x10\n\x06\x63redit\x18\x03 \x01(\rH\x00\x12\x10\n\x06\x63\x61ncel\x18\x04 \x01(\x08H\x00\x12\x17\n\rbundles_ahead\x18\x05 \x01(\rH\x00\x12\x16\n\x0c\x62undles_read\x18\x06 \x01(\rH\x00\x42\x06\n\x04what\"\xa3\x01\n\x08\x43\x61llOpen\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x35\n\x08metadata\x18\x02 \x03(\x0b\x32#.manylora.v1.CallOpen.MetadataEntry\x12\x0f\n\x07request\x18\x03 \x01(\x0c\x12\x0e\n\x06\x63redit\x18\x04 \x01(\r\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"6\n\x0c\x41nswerBundle\x12&\n\x05parts\x18\x01 \x03(\x0b\x32\x17.manylora.v1.AnswerPart\"[\n\nAnswerPart\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\x12\n\x08response\x18\x02 \x01(\x0cH\x00\x12#\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x14.manylora.v1.CallEndH\x00\x42\x06\n\x04what\"9\n\x07\x43\x61llEnd\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0f\n\x07\x64\x65tails\x18\x03 \x01(\x0c\x32P\n\rBundleService\x12?\n\x05\x43\x61rry\x12\x17.manylora.v1.CallBundle\x1a\x19.manylora.v1.AnswerBundle(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,18 +35,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CALLOPEN_METADATAENTRY']._serialized_options = b'8\001'
   _globals['_CALLBUNDLE']._serialized_start=41
   _globals['_CALLBUNDLE']._serialized_end=91
-  _globals['_CALLPART']._serialized_start=93
-  _globals['_CALLPART']._serialized_end=200
-  _globals['_CALLOPEN']._serialized_start=203
-  _globals['_CALLOPEN']._serialized_end=366
-  _globals['_CALLOPEN_METADATAENTRY']._serialized_start=319
-  _globals['_CALLOPEN_METADATAENTRY']._serialized_end=366
-  _globals['_ANSWERBUNDLE']._serialized_start=368
-  _globals['_ANSWERBUNDLE']._serialized_end=422
-  _globals['_ANSWERPART']._serialized_start=424
-  _globals['_ANSWERPART']._serialized_end=515
-  _globals['_CALLEND']._serialized_start=517
-  _globals['_CALLEND']._serialized_end=574
-  _globals['_BUNDLESERVICE']._serialized_start=576
-  _globals['_BUNDLESERVICE']._serialized_end=656
+  _globals['_CALLPART']._serialized_start=94
+  _globals['_CALLPART']._serialized_end=250
+  _globals['_CALLOPEN']._serialized_start=253
+  _globals['_CALLOPEN']._serialized_end=416
+  _globals['_CALLOPEN_METADATAENTRY']._serialized_start=369
+  _globals['_CALLOPEN_METADATAENTRY']._serialized_end=416
+  _globals['_ANSWERBUNDLE']._serialized_start=418
+  _globals['_ANSWERBUNDLE']._serialized_end=472
+  _globals['_ANSWERPART']._serialized_start=474
+  _globals['_ANSWERPART']._serialized_end=565
+  _globals['_CALLEND']._serialized_start=567
+  _globals['_CALLEND']._serialized_end=624
+  _globals['_BUNDLESERVICE']._serialized_start=626
+  _globals['_BUNDLESERVICE']._serialized_end=706
 # @@protoc_insertion_point(module_scope)

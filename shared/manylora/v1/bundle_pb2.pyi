@@ -13,16 +13,20 @@ class CallBundle(_message.Message):
     def __init__(self, parts: _Optional[_Iterable[_Union[CallPart, _Mapping]]] = ...) -> None: ...
 
 class CallPart(_message.Message):
-    __slots__ = ("call", "open", "credit", "cancel")
+    __slots__ = ("call", "open", "credit", "cancel", "bundles_ahead", "bundles_read")
     CALL_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    BUNDLES_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    BUNDLES_READ_FIELD_NUMBER: _ClassVar[int]
     call: int
     open: CallOpen
     credit: int
     cancel: bool
-    def __init__(self, call: _Optional[int] = ..., open: _Optional[_Union[CallOpen, _Mapping]] = ..., credit: _Optional[int] = ..., cancel: _Optional[bool] = ...) -> None: ...
+    bundles_ahead: int
+    bundles_read: int
+    def __init__(self, call: _Optional[int] = ..., open: _Optional[_Union[CallOpen, _Mapping]] = ..., credit: _Optional[int] = ..., cancel: _Optional[bool] = ..., bundles_ahead: _Optional[int] = ..., bundles_read: _Optional[int] = ...) -> None: ...
 
 class CallOpen(_message.Message):
     __slots__ = ("method", "metadata", "request", "credit")

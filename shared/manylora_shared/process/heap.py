@@ -29,7 +29,7 @@ def collect_seldom() -> None:
 def collect_less() -> None:
     """For a process whose calls keep hundreds of thousands of objects for as long as they are under way."""
     # At the collector's own pace it took a quarter of a router's time under a flood, in pauses of up to 0.8 s.
-    gc.set_threshold(1_000, 100, 20)
+    gc.set_threshold(1_000, 100, 200)
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from typing import Any
 
 from grpc._cython import cygrpc
 
-ASKED = 8  # of a method, at each acceptor
-A_PASS = 8  # that are taken in a pass of the event loop, over all acceptors: what has come waits for the pass too
+ASKED = 16  # of a method, at each acceptor
+A_PASS = 4  # that are taken in a pass of the event loop, over all acceptors: what has come waits for the pass too
 MAX_WAITING = 4_096  # calls in an acceptor's line; further ones are turned away, whosever they are
 
 # gRPC's own: from a thousand on it turns calls away at random, with the status CANCELLED.

@@ -12,7 +12,6 @@ import logging
 import socket
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -156,12 +155,19 @@ def _given(data: bytes) -> Callable[[], Awaitable[bytes | None]]:
     return read
 
 
-async def _abort(context: Any, error: ManyloraError) -> None:
-    await context.abort(
-        _STATUS_CODES.get(int(error.code), grpc.StatusCode.UNKNOWN),
-        message_of(error),
-        ((DETAILS_KEY, encode_details(error)),),
-    )
+def _status(error: ManyloraError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes]]]:
+    code = _STATUS_CODES.get(int(error.code), grpc.StatusCode.UNKNOWN)
+    return code, message_of(error), ((DETAILS_KEY, encode_details(error)),)
+
+
+# An abort is an exception that the call keeps, and a cycle: what a flood of refused calls held would stay until a
+# collection of the whole heap, which then takes seconds.
+def _set_status(context: Any, error: ManyloraError) -> None:
+    """Of a call that ends as its handler returns."""
+    code, message, metadata = _status(error)
+    context.set_code(code)
+    context.set_details(message)
+    context.set_trailing_metadata(metadata)
 
 
 class _Handlers:
@@ -226,7 +232,7 @@ class _Handlers:
                 running.discard(task)
                 if admission is not None:
                     admission.end()
-            await _abort(context, error)
+            await context.abort(*_status(error))
             raise AssertionError("abort returned")
 
         return run
@@ -272,8 +278,11 @@ class _Handlers:
                 running.discard(task)
                 if admission is not None:
                     admission.end()
-            with self.unread.end(context.peer(), self._connections) if isinstance(error, SlowReader) else nullcontext():
-                await _abort(context, error)
+            if isinstance(error, SlowReader):
+                with self.unread.end(context.peer(), self._connections):
+                    await context.abort(*_status(error))
+            _set_status(context, error)
+            error.with_traceback(None)  # whose frames hold this one
 
         return run
 

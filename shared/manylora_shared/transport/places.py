@@ -64,12 +64,10 @@ class Places:
             self.leave(account)
 
 
+# Whoever asks again as soon as it is refused would cost a server all that its refusals take. So those of one account
+# that come too fast wait, in its own connection's room for calls.
 class Refusals:
-    """When a call that may not come in is told so. Belongs to one event loop.
-
-    Whoever asks again as soon as it is refused would cost a server all that its refusals take. So those of one account
-    that come too fast wait, in its own connection's room for calls.
-    """
+    """When a call that may not come in is told so. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._waiting = Places(MAX_WAITING_REFUSALS, kept=_KEPT_REFUSALS)

@@ -13,7 +13,7 @@ from manylora.v1 import bundle_pb2
 
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.transport.base import Channel, Method, Server, Service, Stream, Transport
-from manylora_shared.transport.bundles.messages import CARRY, MAX_PART_BYTES, WINDOW, Outgoing, bundled_methods
+from manylora_shared.transport.bundles.messages import AHEAD, CARRY, MAX_PART_BYTES, WINDOW, Outgoing, bundled_methods
 from manylora_shared.transport.handling import parse_response
 from manylora_shared.transport.status import decode_error
 
@@ -43,6 +43,8 @@ class _Line:
         self._outgoing: Outgoing[bundle_pb2.CallPart] = Outgoing()
         self._calls: dict[int, _Call] = {}
         self._last_id = 0
+        self._num_read = 0  # bundles, that the server was not told of
+        self.send(bundle_pb2.CallPart(bundles_ahead=AHEAD))
         self.error: RpcError | None = None
         self._tasks = [
             asyncio.create_task(self._read_all(), name="bundle-read"),
@@ -84,6 +86,10 @@ class _Line:
     async def _read_all(self) -> None:
         try:
             while (bundle := await self._stream.read()) is not None:
+                self._num_read += 1
+                if self._num_read >= AHEAD // 2:
+                    self.send(bundle_pb2.CallPart(bundles_read=self._num_read))
+                    self._num_read = 0
                 for part in bundle.parts:
                     self._take(part)
             self._break(RpcError(Code.UNAVAILABLE, "the server has ended the stream of calls"))

@@ -2,7 +2,9 @@
 
 # A `BundleChannel` carries calls with one request and a stream of responses over one `Carry` stream to a
 # `BundleServer`, which runs them by their own handlers. A server sends no more responses than its caller gave credit
-# for: `WINDOW`, and as many again as were read. When the stream breaks, all of its calls end with its status.
+# for: `WINDOW`, and as many again as were read. Of bundles it has `AHEAD` under way: what else it has to say waits, and
+# goes with the next one. gRPC itself would take them one by one for as long as its buffers last, and a caller whose
+# event loop is busy would read what was said seconds ago. When the stream breaks, all of its calls end with its status.
 
 from __future__ import annotations
 
@@ -23,6 +25,7 @@ CARRY = methods_of(DESCRIPTOR)["Carry"]
 PartT = TypeVar("PartT", bundle_pb2.CallPart, bundle_pb2.AnswerPart)
 
 WINDOW = 32
+AHEAD = 4  # bundles
 _MAX_BUNDLE_BYTES = 256 * 1024
 MAX_PART_BYTES = MAX_MESSAGE_BYTES - 64  # a bundle of one part is a message that the other side takes
 

@@ -110,7 +110,7 @@ class BundleServer:
             line.end()
         reader = asyncio.create_task(line.obey(bundles), name="bundle-obey")
         try:
-            while (parts := await line.outgoing.next()) is not None:
+            while (parts := await line.next()) is not None:
                 yield bundle_pb2.AnswerBundle(parts=parts)
         finally:
             del self._lines[line]
@@ -135,6 +135,17 @@ class _ServedLine:
         self._peer = peer
         self._runs: dict[int, _Run] = {}
         self._is_ending = False
+        self._ahead = 0
+        self._num_unread = 0
+        self._was_read = asyncio.Event()
+
+    async def next(self) -> list[bundle_pb2.AnswerPart] | None:
+        """What the next bundle says, once there is room for it; None: nothing follows."""
+        while self._ahead and self._num_unread >= self._ahead:
+            self._was_read.clear()
+            await self._was_read.wait()
+        self._num_unread += 1
+        return await self.outgoing.next()
 
     async def obey(self, bundles: AsyncIterator[bundle_pb2.CallBundle]) -> None:
         try:
@@ -144,6 +155,8 @@ class _ServedLine:
                     if index % _PARTS_AT_ONCE == 0:
                         await asyncio.sleep(0)
         finally:
+            self._ahead = 0  # nobody will say that more was read
+            self._was_read.set()
             self.outgoing.close()
 
     def end(self) -> None:
@@ -180,6 +193,11 @@ class _ServedLine:
                 run = self._runs[call_id] = _Run(part.open.credit)
                 run.task = asyncio.create_task(self._run(call_id, part.open, run), name=f"bundled {part.open.method}")
                 run.task.add_done_callback(lambda _: self._ended(call_id))
+            case "bundles_ahead":
+                self._ahead = part.bundles_ahead
+            case "bundles_read":
+                self._num_unread = max(0, self._num_unread - part.bundles_read)
+                self._was_read.set()
             case "credit" if run is not None:
                 run.add(part.credit)
             case "cancel" if run is not None and run.task is not None:
