@@ -236,7 +236,7 @@ def test_complete_takes_the_keywords_of_generate() -> None:
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while True:
             if condition():
                 return

@@ -101,7 +101,7 @@ async def test_each_failure_has_its_name(server: OpenAiServer) -> None:
         web.Response(text='data: {"choices": []}\n\n', content_type="text/event-stream"),
         *(web.Response(text=f"data: {event}\n\n", content_type="text/event-stream") for event in MALFORMED),
     ]
-    async with endpoint(server.url, timeout_s=0.3) as made:
+    async with endpoint(server.url, timeout_s=60) as made:
         found = [(await sent(made)).error for _ in range(len(server.answers))]
         assert found[:3] == ["429 overloaded", "502", "not a stream but application/json"]
         assert found[4] == "stream cut short"
@@ -112,6 +112,7 @@ async def test_each_failure_has_its_name(server: OpenAiServer) -> None:
         server.cut_after, server.error_after = None, 1
         lost = await sent(made)
         assert (lost.error, lost.detail) == ("in the stream: worker_lost", "gone")
+    async with endpoint(server.url, timeout_s=0.3) as made:
         server.error_after = None
         server.go.clear()
         assert (await sent(made)).error == "timeout"

@@ -87,7 +87,7 @@ async def test_who_is_cancelled_while_it_waits_keeps_nobody_waiting() -> None:
     await asyncio.sleep(0)
     for task in gone:
         task.cancel()
-    await asyncio.wait_for(left, 1.0)
+    await asyncio.wait_for(left, 60)
     assert all(task.cancelled() or task.done() for task in gone)
     for _ in range(3):
         await asyncio.sleep(0)

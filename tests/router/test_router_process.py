@@ -74,7 +74,7 @@ async def test_router_process(tmp_path: Path) -> None:
         apply = ADMIN["ApplyTenant"]
         await channel.call(apply, admin_pb2.ApplyTenantRequest(policy_yaml="tenant_id: acme"), metadata=credentials)
         status = admin_pb2.GetStatusResponse()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             for _ in range(250):
                 status = await channel.call(ADMIN["GetStatus"], admin_pb2.GetStatusRequest(), metadata=credentials)
                 if status.routers:

@@ -40,7 +40,7 @@ async def running(keys: TokenKeys) -> AsyncIterator[None]:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

@@ -69,7 +69,7 @@ async def test_it_speaks_tls_and_takes_new_certificates(etcd: EtcdProcess, tmp_p
             certs.make(tmp_path / "tls", [], now())
             assert tls.refresh()
             await store.put(f"/k/{count}", b"x")
-        assert (await asyncio.wait_for(seen, 5)).events[0].kv.key == "/k/0"
+        assert (await asyncio.wait_for(seen, 60)).events[0].kv.key == "/k/0"
     await store.close()
     certs.make(tmp_path / "foreign", [], now())
     foreign = files(tmp_path / "foreign")

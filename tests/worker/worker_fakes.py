@@ -310,7 +310,7 @@ class Scheduler:
         return report
 
     async def read_until(self, condition: Callable[[worker_pb2.ControlReport], bool]) -> worker_pb2.ControlReport:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while True:
                 report = await self.read()
                 if condition(report):
