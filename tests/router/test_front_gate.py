@@ -153,6 +153,34 @@ async def test_a_tenants_calls_leave_places_for_others() -> None:
         await until(lambda: not router.places.num_held)
 
 
+async def test_tenants_enter_in_turn_and_all_strangers_in_one() -> None:
+    router = Router(Places(1_000, kept=100))
+    gate = router.service().gate
+    assert gate is not None
+    entered: list[str] = []
+
+    class Call:
+        peer = "ipv4:10.0.0.1:80"
+
+        def __init__(self, metadata: dict[str, str]) -> None:
+            self.metadata = metadata
+
+        def time_remaining(self) -> None:
+            return None
+
+    async def enter(name: str, metadata: dict[str, str]) -> None:
+        await gate.before_entering(Call(metadata))
+        entered.append(name)
+
+    strangers = [{"authorization": f"Bearer {index}"} for index in range(100)]
+    foreign = {**router.credentials("acme"), "x-tenant-id": "other"}
+    came = [("nobody", metadata) for metadata in strangers] + [("acme", router.credentials("acme"))] * 100
+    came += [("foreign", foreign), ("other", router.credentials("other"))]
+    await asyncio.gather(*(enter(name, metadata) for name, metadata in came))
+    assert entered.index("other") <= 4, entered
+    assert entered.index("foreign") > 100, "a key that names another tenant has none"
+
+
 async def test_a_call_that_sends_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handling, "REQUEST_TIMEOUT_S", 0.05)
     async with served() as (router, channel):

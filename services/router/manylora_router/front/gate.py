@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from manylora_shared.errors import ManyloraError, Overloaded, Unauthenticated
+from manylora_shared.errors import ManyloraError, Overloaded, PermissionDenied, Unauthenticated
 from manylora_shared.metadata import TENANT_KEY
 from manylora_shared.tenancy.identity import AUTHORIZATION_KEY, Principal, host_of
 from manylora_shared.transport.base import ServerCall
@@ -38,8 +39,8 @@ class Bounds:
 
     places: Places = field(default_factory=lambda: Places(CAPACITY, kept=KEPT))
     slow: Places = field(default_factory=lambda: Places(SLOW_CAPACITY, kept=SLOW_KEPT, few=8))
-    entering: LoopTurns = field(default_factory=LoopTurns)  # by connection
-    turns: LoopTurns = field(default_factory=LoopTurns)  # by tenant
+    entering: LoopTurns = field(default_factory=LoopTurns)
+    turns: LoopTurns = field(default_factory=LoopTurns)
     refusals: Refusals = field(default_factory=Refusals)
 
 
@@ -65,7 +66,12 @@ class Gate:
         self._tenant_of = tenant_of
 
     async def before_entering(self, call: ServerCall) -> None:
-        await self.bounds.entering.take((call.peer, None), 1)
+        principal = self._callers.seems(call.metadata.get(AUTHORIZATION_KEY, ""))
+        account = "strangers"
+        if principal is not None:
+            with contextlib.suppress(PermissionDenied):
+                account = account_of(self._tenant_of(principal, call))
+        await self.bounds.entering.take((account, None), 1)
 
     def enter(self, call: ServerCall) -> Pass:
         """Raises Unauthenticated, PermissionDenied, Overloaded or ServiceUnavailable."""

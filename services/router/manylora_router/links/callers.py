@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from manylora_shared.coordination.peers import PeerSecret
 from manylora_shared.coordination.records import KeyRecord
-from manylora_shared.errors import Unauthenticated
+from manylora_shared.errors import ManyloraError, Unauthenticated
 from manylora_shared.ids import TenantId
 from manylora_shared.metadata import CALLER_KEY
 from manylora_shared.process.clock import WallClock
@@ -84,6 +84,16 @@ class Callers:
             self._on_stranger(host)
             self._failures.note(host, now, e)
             raise
+
+    def seems(self, authorization: str) -> Principal | None:
+        """By what costs little and is not counted; None: nobody's, or a token's that was not looked at lately."""
+        given, now = bearer_of(authorization), self._clock.now_unix_s()
+        try:
+            if self._tokens is not None and is_token(given):
+                return self._tokens.recall(given, now)
+            return authenticate(given, self._key_of, now_unix_s=now)
+        except ManyloraError:
+            return None
 
     def peer_of(self, call: ServerCall) -> str:
         """From where it came; of one that another router makes in its caller's name, that caller's host."""
