@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import os
 import ssl
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -160,6 +163,25 @@ def test_http_takes_new_certificates(tmp_path: Path) -> None:
     assert _presented(context, tmp_path / certs.CA) == before
     assert tls.refresh()
     assert _presented(context, tmp_path / certs.CA) != before
+
+
+def test_handshakes_go_on_while_another_thread_exchanges_certificates(tmp_path: Path) -> None:
+    files = made(tmp_path)
+    tls = Tls(files)
+    context = tls.server_context()
+
+    def exchange() -> None:
+        for _ in range(200):
+            now = time.time_ns()
+            for path in files.all:
+                os.utime(path, ns=(now, now))
+            tls.refresh()
+
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    while thread.is_alive():
+        assert _presented(context, tmp_path / certs.CA)
+    assert tls.generation > 100
 
 
 def test_http_is_trusted_by_nobody_with_a_certificate_of_the_past(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import ssl
 import threading
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +59,7 @@ class Tls:
         self.asks_clients = asks_clients
         self.files = files
         self.generation = 0  # counts the changes
-        self._contexts: weakref.WeakSet[ssl.SSLContext] = weakref.WeakSet()
+        self._context: ssl.SSLContext | None = None  # of this generation, where HTTP was asked for
         self._lock = threading.Lock()  # gRPC's threads ask, too
         self._loaded = _load(files)
 
@@ -73,9 +72,10 @@ class Tls:
         try:
             if _marks(self.files) == self._loaded.marks:
                 return False
-            self._loaded = _load(self.files)
-            for context in self._contexts:
-                self._renew(context)
+            loaded = _load(self.files)
+            if self._context is not None:
+                self._context = self._made_context()
+            self._loaded = loaded
         except TlsError as e:
             _LOG.warning("certificates are not reloaded, the old ones stay: %s", e)
             return False
@@ -121,15 +121,28 @@ class Tls:
 
     def server_context(self) -> ssl.SSLContext:
         """For HTTP; it takes new certificates by itself."""
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        self._renew(context)
-        self._contexts.add(context)
+        # A context that is given another certificate has for a moment one that is not its key's, and gRPC's threads
+        # exchange them in the midst of handshakes. So each generation has a context, and a handshake takes the newest.
+        context = self._made_context()
+        self._context = self._made_context()
+
+        def take_newest(handshake: ssl.SSLObject, name: str, own: ssl.SSLContext) -> None:
+            assert self._context is not None
+            handshake.context = self._context
+
+        context.sni_callback = take_newest
         return context
 
-    def _renew(self, context: ssl.SSLContext) -> None:
+    def _made_context(self) -> ssl.SSLContext:
+        """Raises TlsError."""
         assert self.files.cert is not None, "a server has a certificate"
-        context.load_cert_chain(self.files.cert, self.files.key)
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        try:
+            context.load_cert_chain(self.files.cert, self.files.key)
+        except (ssl.SSLError, OSError) as e:  # changed since they were looked at
+            raise TlsError(f"{self.files.cert} and {self.files.key}: {_reason(e)}") from e
+        return context
 
 
 def _marks(files: TlsFiles) -> Sequence[tuple[int, int]]:
