@@ -15,11 +15,12 @@ from typing import Any
 
 from google.protobuf.message import Message
 from manylora_shared.address import join_address, parse_address
-from manylora_shared.errors import Code, ManyloraError, RpcError
+from manylora_shared.errors import Code, RpcError
 from manylora_shared.transport.base import Method, Service, methods_of
 from manylora_shared.transport.handling import (
     MAX_MESSAGE_BYTES,
     Admission,
+    admitted,
     close_iterator,
     error_of,
     parse_response,
@@ -234,14 +235,7 @@ class MemoryServer:
         admission: Admission | None = None
         try:
             reader = _reader(call.requests)
-            if service.gate is not None:
-                await service.gate.before_entering(server_call)
-            try:
-                admission = Admission(service.gate, server_call, method.request_type, reader, service.check)
-            except ManyloraError as e:
-                if service.gate is not None:
-                    await service.gate.before_refusal(server_call, e)
-                raise
+            admission = await admitted(service, server_call, method.request_type, reader)
             handler = service.handlers[method.path.rpartition("/")[2]]
             await self._run(call, method, handler, admission, server_call)
         except (Exception, asyncio.CancelledError) as e:

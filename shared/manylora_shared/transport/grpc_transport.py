@@ -30,6 +30,7 @@ from manylora_shared.transport.connections import Connections, room
 from manylora_shared.transport.handling import (
     MAX_MESSAGE_BYTES,
     Admission,
+    admitted,
     close_iterator,
     error_of,
     is_task_cancelled,
@@ -197,16 +198,9 @@ class _Handlers:
     async def _admitted(self, method: Method, service: Service, data: Any, call: _ServerCall) -> Admission:
         if service.gate is None:
             self._check_room()
-        else:
-            await service.gate.before_entering(call)
         is_open = service.gate is None and service.check is None
         read = _given(data) if is_open and not method.client_streaming else _reader(call.context)
-        try:
-            admission = Admission(service.gate, call, method.request_type, read, service.check)
-        except ManyloraError as e:
-            if service.gate is not None:
-                await service.gate.before_refusal(call, e)
-            raise
+        admission = await admitted(service, call, method.request_type, read)
         if owner := admission.owner:
             self._connections.vouch(call.peer, owner)
         return admission
@@ -505,8 +499,8 @@ class GrpcChannel:
 class GrpcTransport:
     """
     Args:
-        acceptors: grpc's servers on one port. Each takes one call in a turn of the event loop, so with k of them a
-            caller's burst holds up one k-th of the other connections.
+        acceptors: grpc's servers on one port. Each has a line of its own for calls that have come, so with k of them
+            a connection's burst holds up one k-th of the others.
         tls: of servers and channels; None: plain text.
     """
 

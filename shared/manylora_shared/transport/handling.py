@@ -20,7 +20,7 @@ from manylora_shared.errors import (
 )
 from manylora_shared.metadata import TRACEPARENT_KEY
 from manylora_shared.telemetry.logs import fields
-from manylora_shared.transport.base import Gate, Hold, ServerCall
+from manylora_shared.transport.base import Gate, Hold, ServerCall, Service
 from manylora_shared.transport.unparsed import LARGE_BYTES, check_fields, no_message, too_large
 
 Read = Callable[[], Awaitable[bytes | None]]
@@ -140,6 +140,19 @@ class Admission:
         if self._hold is not None:
             hold, self._hold = self._hold, None
             hold.release()
+
+
+async def admitted(service: Service, call: ServerCall, request_type: type[Message], read: Read) -> Admission:
+    """In its turn. Raises what gate and check raise, once that may be told."""
+    gate = service.gate
+    if gate is None:
+        return Admission(None, call, request_type, read, service.check)
+    await gate.before_entering(call)
+    try:
+        return Admission(gate, call, request_type, read, service.check)
+    except ManyloraError as e:
+        await gate.before_refusal(call, e)
+        raise
 
 
 def parse_response(message_type: type[Message], data: bytes) -> Message:

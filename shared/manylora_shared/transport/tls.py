@@ -123,8 +123,7 @@ class Tls:
         """For HTTP; it takes new certificates by itself."""
         # A context that is given another certificate has for a moment one that is not its key's, and gRPC's threads
         # exchange them in the midst of handshakes. So each generation has a context, and a handshake takes the newest.
-        context = self._made_context()
-        self._context = self._made_context()
+        context = self._context = self._made_context()
 
         def take_newest(handshake: ssl.SSLObject, name: str, own: ssl.SSLContext) -> None:
             assert self._context is not None
