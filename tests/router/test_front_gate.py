@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 from manylora.v1 import inference_pb2
-from manylora_router.front.gate import MAX_REQUEST_BYTES, Bounds, Gate
+from manylora_router.front.gate import MAX_REQUEST_BYTES, Bounds, Gate, Own
 from manylora_router.front.grpc import tenant_of
-from manylora_router.front.pace import Pace
+from manylora_router.front.pace import bytes_pace
 from manylora_router.links.callers import Callers
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.tenancy.identity import NewKey, bearer, new_key
 from manylora_shared.transport import handling
 from manylora_shared.transport.base import Channel, Service, Stream, methods_of
 from manylora_shared.transport.grpc_transport import GrpcTransport
-from manylora_shared.transport.places import Places
+from manylora_shared.transport.places import Pace, Places
 from manylora_sim.clock import FakeClock
 from router_fakes import until
 
@@ -45,7 +45,7 @@ class Router:
         self.going_on = asyncio.Event()
         self.slow = Places(20, kept=4, few=2)
         self.bytes_per_s = 1 << 30
-        self.own: Places | None = None
+        self.own: Own | None = None
 
     def service(self) -> Service:
         records = {key.record.key_id: key.record for key in self.keys.values()}
@@ -56,7 +56,7 @@ class Router:
             bounds,
             tenant_of=tenant_of,
             max_message_bytes=MAX_REQUEST_BYTES,
-            pace=Pace(self.bytes_per_s),
+            pace=bytes_pace(self.bytes_per_s),
             own=self.own,
         )
         return Service(
@@ -78,7 +78,7 @@ class Router:
 
 @asynccontextmanager
 async def served(
-    capacity: int = 1_000, kept: int = 100, own: Places | None = None
+    capacity: int = 1_000, kept: int = 100, own: Own | None = None
 ) -> AsyncIterator[tuple[Router, Channel]]:
     router = Router(Places(capacity, kept=kept, few=2))
     router.own = own
@@ -191,7 +191,7 @@ async def test_a_call_that_sends_nothing_is_ended(monkeypatch: pytest.MonkeyPatc
 
 async def test_a_service_may_have_places_of_its_own() -> None:
     own = Places(20, kept=4, few=2)
-    async with served(own=own) as (router, channel):
+    async with served(own=Own(own)) as (router, channel):
         held = [ask(router, channel, "acme") for _ in range(8)]
         for stream in held:
             await stream.read()
@@ -203,6 +203,25 @@ async def test_a_service_may_have_places_of_its_own() -> None:
         for stream in (*held, other):
             stream.cancel()
         await until(lambda: not own.num_held)
+
+
+async def test_calls_of_such_a_service_come_at_their_tenants_pace() -> None:
+    """64 loops of refused uploads took a router's whole core."""
+    own = Own(Places(200, kept=4), Pace(20.0, "too many"))
+    async with served(own=own) as (router, channel):
+
+        async def seconds(tenant: str, count: int) -> float:
+            began = asyncio.get_running_loop().time()
+            asked = inference_pb2.ListModelsRequest()
+            calls = [
+                channel.call(METHODS["ListModels"], asked, metadata=router.credentials(tenant)) for _ in range(count)
+            ]
+            await asyncio.gather(*calls)
+            return asyncio.get_running_loop().time() - began
+
+        fast, other = await asyncio.gather(seconds("acme", 60), seconds("other", 1))
+        assert fast > 1.5, "20 are saved, and of 40 more 20 come in a second"
+        assert other < fast / 2
 
 
 async def test_calls_whose_message_does_not_come_leave_places_for_others(monkeypatch: pytest.MonkeyPatch) -> None:

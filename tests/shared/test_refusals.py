@@ -37,8 +37,8 @@ def test_an_account_is_refused_at_once_until_its_burst_is_over_then_at_its_rate(
 
 def test_where_too_many_wait_the_rest_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.Places.__init__, "__kwdefaults__", {"few": 2})
-    monkeypatch.setattr(module, "MAX_WAITING_REFUSALS", 20)
-    monkeypatch.setattr(module, "_KEPT_REFUSALS", 4)
+    monkeypatch.setattr(module, "MAX_WAITING", 20)
+    monkeypatch.setattr(module, "_KEPT_WAITING", 4)
 
     async def main() -> None:
         refusals = Refusals()
@@ -56,11 +56,11 @@ def test_a_call_that_leaves_while_it_waits_gives_its_place_back() -> None:
         await asyncio.sleep(10)
         tasks = [asyncio.create_task(refusals.due("fast")) for _ in range(300)]
         await asyncio.sleep(0.001)
-        assert refusals._waiting.num_held == 300 - 257
+        assert refusals._pace._waiting.num_held == 300 - 257
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert refusals._waiting.num_held == 0
+        assert refusals._pace._waiting.num_held == 0
 
     run(main(), seed=0)
 
@@ -73,6 +73,6 @@ def test_what_accounts_were_told_is_forgotten(monkeypatch: pytest.MonkeyPatch) -
         for account in range(20):
             await refusals.due(str(account))
             await asyncio.sleep(2)
-        assert len(refusals._due_at) <= 6
+        assert len(refusals._pace._due_at) <= 6
 
     run(main(), seed=0)

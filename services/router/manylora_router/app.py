@@ -29,7 +29,6 @@ from manylora_shared.telemetry import Telemetry
 from manylora_shared.tenancy.adapter_line import Line
 from manylora_shared.transport.base import Server, Service, Transport
 from manylora_shared.transport.handling import MAX_MESSAGE_BYTES
-from manylora_shared.transport.places import Places
 from manylora_shared.transport.tls import Tls
 
 from manylora_router.admin.access import operator_key
@@ -48,12 +47,11 @@ from manylora_router.dialect.dialect import Dialect
 from manylora_router.front.far_answers import AnswerServicer, FarAnswers
 from manylora_router.front.feedback import FeedbackDesk
 from manylora_router.front.gate import (
-    ADMIN_CAPACITY,
-    ADMIN_KEPT,
     LARGE_BYTES_PER_S,
     MAX_REQUEST_BYTES,
     Bounds,
     Gate,
+    Own,
     own_tenant,
 )
 from manylora_router.front.generation import Outliving, generate
@@ -63,7 +61,7 @@ from manylora_router.front.http.routes import Routes
 from manylora_router.front.http.server import HttpServer
 from manylora_router.front.intake import Intake
 from manylora_router.front.kept_answers import KeptAnswers
-from manylora_router.front.pace import Pace
+from manylora_router.front.pace import bytes_pace
 from manylora_router.guard.resume_tokens import ResumeTokens
 from manylora_router.guard.tokens import Issuer, Tokens
 from manylora_router.history.samples import STEP_S
@@ -152,7 +150,7 @@ class RouterApp:
         self.calls = self._running_calls(telemetry)
         self.intake = self._front_intake()
         self.bounds = Bounds()
-        self._pace = Pace(LARGE_BYTES_PER_S)
+        self._pace = bytes_pace(LARGE_BYTES_PER_S)
         self._others = OtherRouters(router_id=self.router_id, directory=self.directory, transport=peers)
         self._feedback = FeedbackDesk(self.calls, self._others)
         self._entrance = Entrance(self.callers, self._acts, rng.getrandbits)
@@ -341,8 +339,8 @@ class RouterApp:
         admin = gate(
             tenant_of=lambda principal, call: own_tenant(principal),
             max_message_bytes=MAX_MESSAGE_BYTES,
-            pace=Pace(UPLOAD_BYTES_PER_S),
-            own=Places(ADMIN_CAPACITY, kept=ADMIN_KEPT, few=4),
+            pace=bytes_pace(UPLOAD_BYTES_PER_S),
+            own=Own(),
         )
         return [
             self._inference.service(inference),

@@ -11,10 +11,9 @@ from manylora_shared.errors import ManyloraError, Overloaded, PermissionDenied, 
 from manylora_shared.metadata import TENANT_KEY
 from manylora_shared.tenancy.identity import AUTHORIZATION_KEY, Principal, host_of
 from manylora_shared.transport.base import ServerCall
-from manylora_shared.transport.places import Places, Refusals
+from manylora_shared.transport.places import Pace, Places, Refusals
 from manylora_shared.transport.unparsed import LARGE_BYTES
 
-from manylora_router.front.pace import Pace
 from manylora_router.guard.admission import MAX_TEXT_BYTES
 from manylora_router.links.callers import Callers
 from manylora_router.links.loop_turns import LoopTurns
@@ -28,6 +27,8 @@ SLOW_CAPACITY = 256  # calls that wait for their message; most of it may be in m
 SLOW_KEPT = 64
 ADMIN_CAPACITY = 512  # calls of AdminService; each asks etcd
 ADMIN_KEPT = 128
+ADMIN_CALLS_PER_S = 64.0  # of a tenant
+_TOO_MANY = f"this tenant asks for more than {ADMIN_CALLS_PER_S:g} of AdminService's calls a second"
 LARGE_BYTES_PER_S = 32 << 20  # of a tenant's requests over LARGE_BYTES
 
 TenantOf = Callable[[Principal, ServerCall], str]
@@ -44,6 +45,14 @@ class Bounds:
     refusals: Refusals = field(default_factory=Refusals)
 
 
+@dataclass(frozen=True)
+class Own:
+    """What a service's calls need besides, each in a turn of its tenant's."""
+
+    places: Places = field(default_factory=lambda: Places(ADMIN_CAPACITY, kept=ADMIN_KEPT, few=4))
+    pace: Pace = field(default_factory=lambda: Pace(ADMIN_CALLS_PER_S, _TOO_MANY))
+
+
 class Gate:
     """Of one service."""
 
@@ -55,9 +64,8 @@ class Gate:
         tenant_of: TenantOf,
         max_message_bytes: int,
         pace: Pace,
-        own: Places | None = None,
+        own: Own | None = None,
     ) -> None:
-        """own: places of this service's calls, which they need too; then each has a turn of its tenant's."""
         self.max_message_bytes = max_message_bytes
         self.bounds = bounds
         self.pace = pace
@@ -81,7 +89,7 @@ class Gate:
         self.bounds.places.enter(account)
         if self.own is not None:
             try:
-                self.own.enter(account)
+                self.own.places.enter(account)
             except Overloaded:
                 self.bounds.places.leave(account)
                 raise
@@ -98,13 +106,14 @@ class Gate:
 class Pass:
     """A call that has its place until `release`."""
 
-    __slots__ = ("_account", "_gate", "_tenant", "owner")
+    __slots__ = ("_account", "_gate", "_is_paced", "_tenant", "owner")
 
     def __init__(self, gate: Gate, tenant: str, account: str, owner: str) -> None:
         self.owner = owner
         self._gate = gate
         self._tenant = tenant
         self._account = account
+        self._is_paced = gate.own is None or not tenant  # operators are trusted
 
     def slow(self) -> Callable[[], None]:
         """Raises Overloaded."""
@@ -113,6 +122,9 @@ class Pass:
         return partial(self._gate.bounds.slow.leave, account)
 
     async def before_parsing(self, size_bytes: int) -> None:
+        if not self._is_paced and self._gate.own is not None:
+            self._is_paced = True
+            await self._gate.own.pace.wait(self._account)
         if size_bytes > LARGE_BYTES:
             await self._gate.pace.wait(self._tenant, size_bytes)
         if size_bytes > LARGE_BYTES or self._gate.own is not None:  # it is looked through and parsed in that turn
@@ -120,7 +132,7 @@ class Pass:
 
     def release(self) -> None:
         if self._gate.own is not None:
-            self._gate.own.leave(self._account)
+            self._gate.own.places.leave(self._account)
         self._gate.bounds.places.leave(self._account)
 
 

@@ -16,7 +16,7 @@ from manylora_shared.errors import Overloaded
 from manylora_shared.ids import DEFAULT_POOL, QosClass
 from manylora_shared.metadata import ADAPTER_KEY
 from manylora_shared.transport.handling import REFUSAL_DELAY_S
-from manylora_shared.transport.places import Places
+from manylora_shared.transport.places import Pace, Places
 
 from manylora_router.dialect.dialect import Dialect
 from manylora_router.front.feedback import FeedbackDesk
@@ -27,7 +27,6 @@ from manylora_router.front.http.api.asked import Form
 from manylora_router.front.http.exchange import Exchange, encoded
 from manylora_router.front.http.fields import Fields
 from manylora_router.front.intake import Intake
-from manylora_router.front.pace import Pace
 from manylora_router.guard.admission import RequestInput
 from manylora_router.guard.pools import NO_NAMES, ModelNames
 from manylora_router.links.callers import Callers
