@@ -37,7 +37,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
@@ -47,13 +47,17 @@ from manylora_shared.ids import AdapterKey, AdapterUid
 from manylora_shared.process.heap import freeze_started
 from manylora_shared.stores.adapter_rope import RopeScaling
 from manylora_worker.kinds.api import PENDING_TOKEN, Sampling, SequenceChunk, StepBatch
+from manylora_worker.models.checkpoint import Quantization
 from manylora_worker.models.cuda.kernels.nf4 import Nf4Linear
 from manylora_worker.models.cuda.runner import DeviceLimits, DeviceModelRunner
 from manylora_worker.models.decoder_weights import read_decoder
 from manylora_worker.models.layers.attention import ATTENTION, register_attention
 from manylora_worker.models.layers.kv_cache import KvCache
+from manylora_worker.models.linears import linear_modules
 from manylora_worker.models.loader import LoadedModel, prepare_model
 from manylora_worker.models.quantized.fp8 import Fp8Linear
+from manylora_worker.models.quantized.install import ShippedCodes
+from manylora_worker.models.quantized.int4 import Int4Linear
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.weights.host_memory import HostMemory
 from manylora_worker.weights.layout import (
@@ -84,7 +88,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--adapters", type=int, default=64)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--expert-rank", type=int, default=-1, help="of adapters on experts; default: --rank")
-    parser.add_argument("--quantization", choices=("none", "nf4", "fp8"), default="none")
+    parser.add_argument("--quantization", choices=("none", "nf4", "fp8", "int4"), default="none")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--read-tb-s", type=float, default=4.57, help="measured read ceiling of the device")
@@ -97,7 +101,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_model(shape: str, quantization: Literal["none", "nf4", "fp8"], group: RankGroup | None = None) -> LoadedModel:
+def make_model(shape: str, quantization: Quantization, group: RankGroup | None = None) -> LoadedModel:
     register_attention()
     if group is not None:
         share, modules = random_share(shape, group, attn_implementation=ATTENTION)
@@ -105,7 +109,18 @@ def make_model(shape: str, quantization: Literal["none", "nf4", "fp8"], group: R
         return prepare_model(share, name=shape, quantization=quantization, modules=modules, group=group)
     model = random_model(shape, "cuda", attn_implementation=ATTENTION)
     model.eval().requires_grad_(False)
-    return prepare_model(model, name=shape, quantization=quantization)
+    codes = shipped_codes(model) if quantization == "int4" else None
+    return prepare_model(model, name=shape, quantization=quantization, codes=codes)
+
+
+def shipped_codes(model: torch.nn.Module) -> ShippedCodes:
+    """As GPTQ ships them, of groups of 128 inputs."""
+    found = {}
+    for path, (inputs, outputs) in linear_modules(model).items():
+        codes = torch.randint(256, (outputs, inputs // 2), dtype=torch.uint8, device="cuda")
+        scales = torch.rand(outputs, inputs // 128, device="cuda").mul_(0.004)
+        found[path] = (codes, scales, torch.zeros_like(scales))
+    return ShippedCodes(found, 0)
 
 
 def make_adapter(loaded: LoadedModel, index: int, rank: int, expert_rank: int = -1) -> HostAdapter:
@@ -181,7 +196,7 @@ class Bench:
             p.nbytes for name, p in self.loaded.model.named_parameters() if "embed_tokens" not in name
         )
         self.weight_bytes += sum(
-            m.weight_bytes for m in self.loaded.model.modules() if isinstance(m, Nf4Linear | Fp8Linear)
+            m.weight_bytes for m in self.loaded.model.modules() if isinstance(m, Nf4Linear | Fp8Linear | Int4Linear)
         )
         self.weight_elements = sum(
             p.numel() for name, p in self.loaded.model.named_parameters() if p.dim() == 2 and "embed" not in name

@@ -23,7 +23,7 @@ from manylora_worker.models.loader import load_model
 from manylora_worker.models.quantized.fp8 import Fp8Linear
 from transformers import AutoTokenizer
 
-Format = tuple[str, str, torch.dtype, Literal["none", "nf4", "fp8"]]
+Format = tuple[str, str, torch.dtype, Literal["none", "nf4", "fp8", "int4"]]
 
 
 def formats(model: str, checkpoints: list[str]) -> list[Format]:

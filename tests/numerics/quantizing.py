@@ -77,6 +77,20 @@ def awq(weight: Tensor, size: int = 32) -> tuple[Parts, Tensor]:
     return {"qweight": _words(codes, order), "qzeros": _words(zeros, order), "scales": scales}, stood_for
 
 
+def symmetric_gptq(weight: Tensor) -> tuple[Parts, Tensor]:
+    """Zeros of 8, as most of them are published, and groups of all inputs."""
+    scales = (weight.abs().amax(1, keepdim=True) / 7).half()
+    codes = ((weight / scales.float()).round() + 8).clamp(0, 15).int()
+    plain = tuple(range(8))
+    parts = {
+        "qweight": _words(codes, plain).T.contiguous(),
+        "qzeros": _words(torch.full((1, len(weight)), 7), plain),
+        "scales": scales.T.contiguous(),
+        "g_idx": torch.zeros(weight.shape[1], dtype=torch.int32),
+    }
+    return parts, (codes - 8).float() * scales.float()
+
+
 def gptq(weight: Tensor, size: int = 32, *, shuffled: bool = False) -> tuple[Parts, Tensor]:
     inputs = weight.shape[1]
     order = (
@@ -120,6 +134,7 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Write]] = {
     "fp8-tensor": (_compressed("tensor"), by_tensor),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}, awq),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False}, gptq),
+    "gptq-sym": ({"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": True, "desc_act": False}, symmetric_gptq),
     "gptq-desc-act": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}, shuffled_gptq),
 }  # fmt: skip
 

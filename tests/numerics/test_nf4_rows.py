@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -60,19 +61,22 @@ extern "C" void run(const u8* x, const u8* codes, const float* absmax, const u16
 """
 
 
+def on_cpu(variant: nf4_rows.Variant, values: Sequence[int], folder: Path) -> Callable[..., object]:
+    """The source itself, with fibers for threads (cuda_on_cpu.h): every index, wait and barrier of it."""
+    shim = Path(__file__).with_name("cuda_on_cpu.h")
+    (folder / "kernel.cc").write_text("\n".join([f'#include "{shim}"', nf4_rows.source(variant, values), RUN_ON_CPU]))
+    library = folder / "kernel.so"
+    subprocess.run(
+        ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", folder / "kernel.cc", "-o", library], check=True
+    )
+    run: Callable[..., object] = ctypes.CDLL(str(library)).run
+    return run
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: f"{variant.columns} columns")
 def test_the_cuda_kernel_on_a_cpu(variant: nf4_rows.Variant, tmp_path: Path) -> None:
-    """The source itself, with fibers for threads (cuda_on_cpu.h): every index, wait and barrier of it."""
-    shim = Path(__file__).with_name("cuda_on_cpu.h")
-    (tmp_path / "kernel.cc").write_text(
-        "\n".join([f'#include "{shim}"', nf4_rows.source(variant, nf4_lookup.PAIR_BITS), RUN_ON_CPU])
-    )
-    library = tmp_path / "kernel.so"
-    subprocess.run(
-        ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", tmp_path / "kernel.cc", "-o", library], check=True
-    )
-    run = ctypes.CDLL(str(library)).run
+    run = on_cpu(variant, nf4_lookup.PAIR_BITS, tmp_path)
     torch.manual_seed(variant.columns)
     # One short part; several with a short one at the end, and more tiles than a round.
     for out_features, in_features, members in ((48, 256, 2), (16 * (variant.round_tiles + 2), 5376, 1)):

@@ -42,7 +42,7 @@ class WorkerConfig(SealingSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "compute type; auto: float32 on the CPU, bfloat16 on any other device"
     )
-    quantization: Literal["none", "nf4", "fp8"] = setting("none", "of the base model's weights")
+    quantization: Literal["none", "nf4", "fp8", "int4"] = setting("none", "of the base model's weights")
     stall_s: float = setting(
         10.0,
         "an engine that does not go on with its work for so long, and for four times its longest step, has failed, and "

@@ -119,7 +119,12 @@ _UNKNOWN = TenantView()
 @dataclass(frozen=True)
 class OverloadView:
     """Made by the scheduler's leader, read by routers. An unlisted tenant counts as at its share, and is within it
-    unless `is_crowded`."""
+    unless `is_crowded`.
+
+    Theorem: nothing is taken from a flow that `is_within`. Proof: requests are refused and shed by `admits`, `keeps`
+    and `place_limit` alone, which compare with `_limit`, and that is infinite there, while heights are finite; they
+    are capped by `output_cap` alone, of `level_of`, which is 0 there.
+    """
 
     level: int = 0
     limit: float = math.inf

@@ -20,7 +20,7 @@ from manylora_worker.models.quantized.schemes import Scheme, SchemeRefused, sche
 
 _LOG = logging.getLogger(__name__)
 
-Quantization = Literal["none", "nf4", "fp8"]
+Quantization = Literal["none", "nf4", "fp8", "int4"]
 MAX_LAYERS = 4096  # transformers makes a list of as many as a configuration tells
 
 
@@ -203,11 +203,16 @@ def _check_quantization(folder: Path, raw: Mapping[str, Any], quantization: Quan
     """Of bitsandbytes' formats, only nf4 on the CPU is computed here as its maker computes it."""
     options = _stated_quantization(raw)
     if options is None:
+        if quantization == "int4":
+            raise ModelRefused(
+                f"{folder}: --quantization int4 keeps what awq or gptq ship; this model is not quantized"
+            )
         return
     problem = f"{folder / 'config.json'}: quantization_config: the weights are quantized already"
     scheme = shipped_scheme(folder)
     if scheme is not None:
-        if quantization == "nf4" or (quantization == "fp8" and scheme.kind != "fp8"):
+        kept = {"fp8": ("fp8",), "int4": ("awq", "gptq")}
+        if quantization != "none" and scheme.kind not in kept.get(quantization, ()):
             raise ModelRefused(
                 f"{problem} ({scheme.label}), and not once more: start without --quantization {quantization}"
             )

@@ -20,6 +20,7 @@ from manylora_worker.models.layers.mixture import LoraExperts, LoraRouter
 from manylora_worker.models.layers.packed_linear import PackedLinear
 from manylora_worker.models.loader import LoadedModel
 from manylora_worker.models.quantized.fp8 import Fp8Linear
+from manylora_worker.models.quantized.int4 import Int4Linear
 from manylora_worker.models.ranks.cuts import SharedHead
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.models.rope import scaled_frequencies
@@ -57,7 +58,7 @@ class Projection:
     linear: LoraLinear
     weight: Tensor | None  # [out, in]; None where it is quantized or packed
     bias: Tensor | None
-    quantized: Nf4Linear | Fp8Linear | None  # a weight that the GPU's kernels multiply with as it is
+    quantized: Nf4Linear | Fp8Linear | Int4Linear | None  # a weight that the GPU's kernels multiply with as it is
 
     @property
     def site(self) -> Site:
@@ -325,7 +326,7 @@ def _projection(module: nn.Module) -> Projection | None:
         return Projection(module, base.weight, base.bias, None)
     if isinstance(base, PackedLinear):
         return Projection(module, None, None, None)
-    if isinstance(base, Fp8Linear):
+    if isinstance(base, Fp8Linear | Int4Linear):
         return Projection(module, None, None, base)
     return Projection(module, None, None, base) if _is_nf4_linear(base) else None
 

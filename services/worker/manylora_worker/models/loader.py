@@ -48,7 +48,7 @@ from manylora_worker.models.layers.lora_linear import LoraLinear, LoraSwitch
 from manylora_worker.models.layers.packed_linear import can_pack
 from manylora_worker.models.linears import head_modules_of, install_linears, linear_modules, pack_linears
 from manylora_worker.models.probe import AttentionTraits, probe
-from manylora_worker.models.quantized.install import ShippedCodes, quantize_to_fp8, quantize_to_nf4
+from manylora_worker.models.quantized.install import ShippedCodes, keep_int4, quantize_to_fp8, quantize_to_nf4
 from manylora_worker.models.quantized.schemes import Scheme
 from manylora_worker.models.quantized.shipped import check_modules, read_shipped
 from manylora_worker.models.ranks.cuts import cut_head, cut_linears
@@ -190,7 +190,8 @@ def load_model(
         path: a folder, or a hub id whose files are in the local cache.
         name: to serve it under; default: the last component of `path`.
         dtype: of weights and computation (with nf4: of computation).
-        quantization: "nf4" keeps linear weights in 4 bits (double quantization), "fp8" in FP8 with a scale an output.
+        quantization: "nf4" keeps linear weights in 4 bits (double quantization), "fp8" in FP8 with a scale an output,
+            "int4" what AWQ or GPTQ shipped.
         group: a rank of it loads its share of the model.
         max_model_len: see prepare_model.
 
@@ -211,10 +212,10 @@ def load_model(
     # The whole model may be more than one device of several holds.
     place = device if group is None else "cpu"
     scheme = shipped_scheme(folder)
-    if group is not None and scheme is not None and quantization == "fp8":
+    if group is not None and scheme is not None and quantization in ("fp8", "int4"):
         raise ModelRefused(
-            f"--tensor-parallel {group.size}: weights that are shipped in FP8 are not shared among GPUs as they are: "
-            "start without --quantization fp8, or take the model's unquantized weights"
+            f"--tensor-parallel {group.size}: weights that are shipped quantized are not shared as they are: "
+            f"start without --quantization {quantization}, or take the model's unquantized weights"
         )
     model, left_out, codes = _instantiate(
         folder, config, dtype, place, quantization if quantization != "nf4" or by_bitsandbytes else "none", scheme
@@ -257,7 +258,7 @@ def prepare_model(
     """model: instantiated with ATTENTION; with a group, cut. modules: before it was. Raises ModelRefused.
 
     max_model_len: the longest context, of adapters with a rotation of their own, too; 0: the model's.
-    codes: what the checkpoint has in FP8, which fp8 keeps as it is.
+    codes: what the checkpoint has, which fp8 and int4 keep as it is.
     """
     dtype, device = model.dtype, torch.device(model.device)
     _check_states(model, device, group)
@@ -316,6 +317,9 @@ def _quantize_or_pack(
         quantize_to_nf4(model)
     if quantization == "fp8":
         quantize_to_fp8(model, codes, group)
+    if quantization == "int4":
+        assert codes is not None
+        keep_int4(model, codes)
     if quantization == "none" and can_pack(model.dtype, device):
         pack_linears(model)
 
@@ -374,7 +378,7 @@ def _instantiate(
     quantization: Quantization,
     scheme: Scheme | None,
 ) -> tuple[PreTrainedModel, tuple[str, ...], ShippedCodes | None]:
-    """The model, parts that it is served without, and what it has in FP8. scheme: see shipped_scheme."""
+    """The model, parts that it is served without, and what it has quantized. scheme: see shipped_scheme."""
     options: dict[str, Any] = {}
     codes: ShippedCodes | None = None
     if quantization == "nf4":
@@ -403,7 +407,9 @@ def _instantiate(
                     **options,
                 )
         else:
-            model, loading, codes = _from_shipped(folder, scheme, config, dtype, keeps_codes=quantization == "fp8")
+            model, loading, codes = _from_shipped(
+                folder, scheme, config, dtype, keeps_codes=quantization in ("fp8", "int4")
+            )
     except Exception as error:  # whatever transformers or a quantizer raises is about this folder
         raise ModelRefused(f"{folder}: {said(error)}") from error
     if loading["missing_keys"] or loading["mismatched_keys"]:

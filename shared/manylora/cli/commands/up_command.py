@@ -23,6 +23,7 @@ class Quantization(enum.StrEnum):
     NONE = "none"
     NF4 = "nf4"
     FP8 = "fp8"
+    INT4 = "int4"
 
 
 class GenerationConfig(enum.StrEnum):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,17 +12,22 @@ from transformers import PreTrainedModel
 
 from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.layers.lora_linear import LoraLinear
+from manylora_worker.models.quantized import int4
 from manylora_worker.models.quantized.fp8 import Fp8Linear, joined, quantize
 from manylora_worker.models.ranks.group import RankGroup
 
+if TYPE_CHECKING:
+    from manylora_worker.models.cuda.kernels.int4_product import Int4Kernels
+
 _FIRST_WITH_FP8 = (8, 9)
+_KERNELS_GROUP = 64
 
 
 @dataclass(frozen=True)
 class ShippedCodes:
-    """by_path: FP8 and scales of a layer (Scheme.codes). inputs_of_scale: 0: all."""
+    """by_path: what a layer's weight is made of (Scheme.codes, Scheme.words). inputs_of_scale: of FP8; 0: all."""
 
-    by_path: Mapping[str, tuple[Tensor, Tensor]] = field(repr=False)
+    by_path: Mapping[str, tuple[Tensor, ...]] = field(repr=False)
     inputs_of_scale: int
 
 
@@ -39,11 +45,42 @@ def quantize_to_fp8(model: PreTrainedModel, shipped: ShippedCodes | None, group:
             raise ModelRefused(f"{path}: {type(linear).__name__}: fp8 needs a linear layer")
         paths = [slot.path for slot in module.site.slots]
         if shipped is not None and all(each in shipped.by_path for each in paths):
-            own = [shipped.by_path[each] for each in paths]
+            own = [(codes, scales) for codes, scales in map(shipped.by_path.__getitem__, paths)]
             weight = joined(own, shipped.inputs_of_scale, linear.weight.device)
         else:
             weight = quantize(linear.weight.data, None if module.reduce is None else group)
         module.base = Fp8Linear(weight, linear.bias)
+
+
+def keep_int4(model: PreTrainedModel, shipped: ShippedCodes) -> None:
+    """What is not shipped in 4 bits stays as it is. Raises ModelRefused."""
+    kernels: Int4Kernels | None = None
+    if model.device.type == "cuda":
+        from manylora_worker.models.cuda.kernels.cuda_module import CudaUnavailable
+        from manylora_worker.models.cuda.kernels.int4_product import Int4Kernels
+
+        try:
+            kernels = Int4Kernels(model.device)
+        except CudaUnavailable as error:
+            raise ModelRefused(f"--quantization int4: {error} (start without it: weights are rebuilt)") from None
+    for path, module in model.named_modules():
+        if not isinstance(module, LoraLinear):
+            continue
+        own = [shipped.by_path.get(slot.path) for slot in module.site.slots]
+        found = [each for each in own if each is not None]
+        if not found:
+            continue
+        if len(found) < len(own) or type(module.base) is not nn.Linear:
+            raise ModelRefused(
+                f"{path}: int4 needs all of a layer's weights, and of those that read its input, in 4 bits"
+            )
+        weight = int4.joined(found, module.base.weight.device)
+        if kernels is not None and weight.group_size % _KERNELS_GROUP:
+            raise ModelRefused(
+                f"{path}: groups of {weight.group_size} inputs: int4 takes multiples of {_KERNELS_GROUP} on a GPU "
+                "(start without --quantization int4: weights are rebuilt)"
+            )
+        module.base = int4.Int4Linear(weight, module.base.bias, kernels)
 
 
 def check_device(device: torch.device) -> None:

@@ -52,7 +52,6 @@ class Scheme:
             codes, scales = self.codes(path, parts)
             inputs = codes.shape[1]
             return codes.float() * scales.repeat_interleave(-(-inputs // scales.shape[1]), dim=1)[:, :inputs]
-        self._need(path, parts, "qweight", "qzeros", "scales")
         return self._of_words(path, parts)
 
     def codes(self, path: str, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -72,7 +71,24 @@ class Scheme:
             raise SchemeRefused(f"{path}: scales {list(scale.shape)} are neither one nor one an output")
         return codes, scale.reshape(-1, 1).expand(outputs, 1).contiguous()
 
+    def words(self, path: str, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes, scales and shifts as Int4Weight has them. Raises SchemeRefused."""
+        codes, zeros, scales, group = self._read_words(path, parts)
+        inputs, size = codes.shape[0], codes.shape[0] // scales.shape[0]
+        if inputs % scales.shape[0] or not torch.equal(group, torch.arange(inputs) // size):
+            raise SchemeRefused(
+                f"{path}: its groups are not of neighbouring inputs (desc_act), as --quantization int4 needs"
+            )
+        packed = (codes[::2] << 4 | codes[1::2]).to(torch.uint8)
+        return packed.T.contiguous(), scales.T.contiguous(), ((8 - zeros).float() * scales).T.contiguous()
+
     def _of_words(self, path: str, parts: Mapping[str, Tensor]) -> Tensor:
+        codes, zeros, scales, group = self._read_words(path, parts)
+        return ((codes - zeros[group]).float() * scales[group]).T.contiguous()
+
+    def _read_words(self, path: str, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Codes [in, out], zeros and scales [groups, out], and each input's group."""
+        self._need(path, parts, "qweight", "qzeros", "scales")
         words, scales = parts["qweight"], parts["scales"].float()
         outputs = scales.shape[1]
         order = _AWQ_ORDER if self.kind == "awq" else _PLAIN_ORDER
@@ -91,7 +107,7 @@ class Scheme:
         group = parts["g_idx"].long() if "g_idx" in parts else torch.arange(inputs) // size
         if group.shape != (inputs,) or int(group.min()) < 0 or int(group.max()) >= groups:
             raise SchemeRefused(f"{path}: g_idx does not name a group of each of {inputs} inputs")
-        return ((codes - zeros[group]).float() * scales[group]).T.contiguous()
+        return codes, zeros, scales, group
 
     def _need(self, path: str, parts: Mapping[str, Tensor], *names: str) -> None:
         absent = [name for name in names if name not in parts]

@@ -26,24 +26,24 @@ class Shipped:
     tensors: by name, as an unquantized checkpoint would have them.
     quantized: paths of the layers that were.
     zero_biases: names of theirs that add nothing: AutoGPTQ gives every layer one.
-    codes: FP8 and scales, where kept.
+    codes: what layers' weights are made of (Scheme.codes, Scheme.words), where kept.
     """
 
     tensors: dict[str, Tensor] = field(repr=False)
     quantized: frozenset[str] = field(repr=False)
     zero_biases: frozenset[str] = field(repr=False)
-    codes: Mapping[str, tuple[Tensor, Tensor]] = field(repr=False)
+    codes: Mapping[str, tuple[Tensor, ...]] = field(repr=False)
 
 
 def read_shipped(files: list[Path], scheme: Scheme, dtype: torch.dtype, *, keeps_codes: bool = False) -> Shipped:
-    """keeps_codes: of FP8, beside the weights that they stand for. Raises SchemeRefused, OSError."""
+    """keeps_codes: beside the weights that they stand for. Raises SchemeRefused, OSError."""
     modules: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for file in files:
         for name, tensor in load_file(file).items():
             path, _, leaf = name.rpartition(".")
             modules[path][leaf] = tensor
     tensors: dict[str, Tensor] = {}
-    codes: dict[str, tuple[Tensor, Tensor]] = {}
+    codes: dict[str, tuple[Tensor, ...]] = {}
     quantized = set()
     shipped_bytes = sum(tensor.nbytes for parts in modules.values() for tensor in parts.values())
     for path in list(modules):
@@ -59,8 +59,8 @@ def read_shipped(files: list[Path], scheme: Scheme, dtype: torch.dtype, *, keeps
                 parts |= mxfp4.rebuilt_stacks(path, own, dtype)
             else:
                 parts["weight"] = scheme.weight(path, own).to(dtype)
-            if keeps_codes and scheme.kind == "fp8":
-                codes[path] = scheme.codes(path, own)
+            if keeps_codes:
+                codes[path] = scheme.codes(path, own) if scheme.kind == "fp8" else scheme.words(path, own)
             quantized.add(path)
         for leaf, tensor in parts.items():
             tensors[f"{path}.{leaf}"] = tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -97,6 +97,7 @@ class TorchModelRunner:
                 return []
             if self._drafter is not None:
                 batch = self._drafter.guessed(batch)
+            self._zero_entered(batch)
             inputs = build_inputs(batch, self._cache, self.adapters, self._loaded.device)
             with self._passed(inputs) as head:
                 drawn = sample(head(inputs.logit_rows), inputs.sampled) if inputs.sampled else []
@@ -107,6 +108,7 @@ class TorchModelRunner:
         with torch.inference_mode():
             self._prepare_thread()
             self._prepare_blocks(batch)
+            self._zero_entered(batch)
             inputs = build_inputs(batch, self._cache, self.adapters, self._loaded.device)
             with self._passed(inputs) as head:
                 return head(inputs.logit_rows).float()
@@ -227,6 +229,9 @@ class TorchModelRunner:
         if batch.copy_blocks:
             sources, targets = torch.tensor(batch.copy_blocks, device=device).unbind(1)
             self._cache.copy_blocks(sources, targets)
+
+    def _zero_entered(self, batch: StepBatch) -> None:
+        """batch: with all guesses, which enter blocks too."""
         stale = entered_blocks(batch.chunks, self._cache.block_size, self._cache.state_blocks)
         if stale:
-            self._cache.zero_blocks(torch.tensor(stale, device=device))
+            self._cache.zero_blocks(torch.tensor(stale, device=self._loaded.device))

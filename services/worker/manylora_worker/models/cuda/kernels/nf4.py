@@ -273,15 +273,15 @@ def _int32_tensor(words: list[int], device: torch.device) -> Tensor:
     return torch.tensor(signed, dtype=torch.int32, device=device)
 
 
-def dequantize(weight: Nf4Weight, workspace: Nf4Workspace, out: Tensor | None = None) -> Tensor:
-    """[out, in] bf16, bit-equal to bitsandbytes'. `out`: where to write, contiguous."""
+def dequantize(weight: Nf4Weight, codebook: Tensor, out: Tensor | None = None) -> Tensor:
+    """[out, in] bf16, bit-equal to bitsandbytes'. codebook: 16 of float32. `out`: where to write, contiguous."""
     if out is None:
         out = torch.empty(weight.out_features, weight.in_features, dtype=torch.bfloat16, device=weight.codes.device)
     assert out.is_contiguous()
     assert out.dtype == torch.bfloat16
     num_blocks = weight.absmax.numel()
     _dequantize_kernel[(triton.cdiv(num_blocks, _DEQUANTIZE_BLOCKS),)](
-        weight.codes.view(torch.int32), weight.absmax, workspace.codebook, out, num_blocks,
+        weight.codes.view(torch.int32), weight.absmax, codebook, out, num_blocks,
         BLOCKS=_DEQUANTIZE_BLOCKS, INTERPRETED=_interpreted(), num_warps=4,
     )  # fmt: skip
     return out
@@ -373,7 +373,7 @@ class Nf4Linear(nn.Module):
     def dequantized(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """[rows, in]"""
         part = Nf4Weight(self._weight.codes[rows], self._weight.absmax[rows])
-        return dequantize(part, self._workspace).to(dtype)
+        return dequantize(part, self._workspace.codebook).to(dtype)
 
     def parts(self, x: Tensor, *, pdl: bool) -> Tensor:
         """[rows, in], rows > 0, to [parts, rows, out], as gemm.linear."""
@@ -387,7 +387,7 @@ class Nf4Linear(nn.Module):
             return product_by_reduction(x, weight, workspace, self.bias)[None]
         if num_rows <= FUSED_ROWS:
             return product_by_tiles(x, weight, workspace, self.bias)[None]
-        return F.linear(x, dequantize(weight, workspace), self.bias)[None]
+        return F.linear(x, dequantize(weight, workspace.codebook), self.bias)[None]
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

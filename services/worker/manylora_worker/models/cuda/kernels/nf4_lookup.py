@@ -9,7 +9,7 @@ import triton.language as tl
 from manylora_worker.models.cuda.kernels.nf4_format import CODEBOOK
 
 
-def _bf16_bits(value: float) -> int:
+def bf16_bits(value: float) -> int:
     return int(torch.tensor(value, dtype=torch.float32).bfloat16().view(torch.int16).item()) & 0xFFFF
 
 
@@ -19,7 +19,7 @@ def _bf16_bits(value: float) -> int:
 # 2 for the address. Triton's interpreter cannot run PTX and takes the loads.
 def _repeated_bits(value: float) -> int:
     # the 16 bits 'hi lo' for which float32 'hi lo lo lo' is nearest to the value
-    near = _bf16_bits(value)
+    near = bf16_bits(value)
     candidates = [bits for bits in (near - 1, near, near + 1) if 0 <= bits <= 0xFFFF and bits >> 15 == near >> 15]
     return min(candidates, key=lambda bits: abs(_repeated_value(bits) - value)) if value else 0
 
@@ -30,7 +30,7 @@ def _repeated_value(bits: int) -> float:
     return float(torch.tensor(word - (1 << 32) if word >> 31 else word, dtype=torch.int32).view(torch.float32).item())
 
 
-PAIR_BITS = tuple(_bf16_bits(value) for value in CODEBOOK)
+PAIR_BITS = tuple(bf16_bits(value) for value in CODEBOOK)
 REPEATED_BITS = tuple(_repeated_bits(value) for value in CODEBOOK)
 # what `_reduction_kernel` multiplies by: within half a bf16 step of the codebook
 REDUCTION_CODEBOOK = tuple(_repeated_value(bits) for bits in REPEATED_BITS)

@@ -1,0 +1,66 @@
+"""Products of bf16 rows with an Int4Weight, by NF4's kernels with other values."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from manylora_worker.models.cuda.kernels.nf4 import dequantize
+from manylora_worker.models.cuda.kernels.nf4_format import BLOCK_SIZE, Nf4Weight
+from manylora_worker.models.cuda.kernels.nf4_lookup import bf16_bits
+from manylora_worker.models.cuda.kernels.nf4_rows import Nf4Rows
+from manylora_worker.models.quantized.int4 import MIDDLE, Int4Weight
+
+# Exact in bf16. A scale is one of NF4's for each 64 inputs. What a group's zero is from MIDDLE does not depend on the
+# code: it is added as one product more, of the groups' sums of x. AWQ has such zeros, most of GPTQ has not.
+VALUES = tuple(float(code - MIDDLE) for code in range(16))
+VALUE_BITS = tuple(bf16_bits(value) for value in VALUES)
+
+
+class Int4Kernels:
+    """Of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises CudaUnavailable."""
+        self.rows = Nf4Rows(VALUE_BITS, device)
+        self.codebook = torch.tensor(VALUES, dtype=torch.float32, device=device)
+
+    def product_with(self, weight: Int4Weight, bias: Tensor | None) -> Int4Product:
+        return Int4Product(self, weight, bias)
+
+
+class Int4Product:
+    def __init__(self, kernels: Int4Kernels, weight: Int4Weight, bias: Tensor | None) -> None:
+        self._kernels = kernels
+        self._bias = bias
+        self._group_size = weight.group_size
+        repeats = weight.group_size // BLOCK_SIZE
+        self._weight = Nf4Weight(weight.codes, weight.scales.repeat_interleave(repeats, dim=1).contiguous())
+        self._shifts = None if weight.shifts is None else weight.shifts.T.contiguous()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._weight.num_bytes + (0 if self._shifts is None else self._shifts.nbytes)
+
+    def __call__(self, x: Tensor, *, pdl: bool) -> Tensor:
+        weight = self._weight
+        if not self._kernels.rows.takes(x.shape[0], weight.in_features, weight.out_features):
+            return F.linear(x, self.rebuilt(), self._bias)[None]
+        sums = None if self._shifts is None else group_sums(x, self._group_size)
+        parts = self._kernels.rows.product(x, weight.codes, weight.absmax, self._bias, pdl=pdl and sums is None)
+        if self._shifts is not None and sums is not None:
+            parts[0].addmm_(sums, self._shifts)
+        return parts
+
+    def rebuilt(self) -> Tensor:
+        """[out, in] bf16"""
+        whole = dequantize(self._weight, self._kernels.codebook)
+        if self._shifts is not None:
+            whole.unflatten(1, (-1, self._group_size)).add_(self._shifts.T[..., None])
+        return whole
+
+
+def group_sums(x: Tensor, group_size: int) -> Tensor:
+    """[rows, in] to float32 [rows, groups]"""
+    return x.unflatten(1, (-1, group_size)).sum(-1, dtype=torch.float32)

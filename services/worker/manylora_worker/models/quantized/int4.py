@@ -1,0 +1,78 @@
+"""A linear layer whose weight stays in the 4 bits that AWQ or GPTQ shipped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from manylora_worker.models.cuda.kernels.int4_product import Int4Kernels
+
+# The CPU rebuilds the weight for each product. On a GPU cuda/kernels/int4_product.py multiplies with the codes.
+MIDDLE = 8  # the code that stands for `shifts`
+
+
+@dataclass(frozen=True)
+class Int4Weight:
+    """(code - MIDDLE) * scale + shift."""
+
+    codes: Tensor  # uint8 [out, in / 2], inputs of even index in high bits
+    scales: Tensor  # float32 [out, groups]
+    shifts: Tensor | None  # as scales; None: all are 0
+    group_size: int  # in inputs
+
+    @property
+    def num_bytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes + (0 if self.shifts is None else self.shifts.nbytes)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """[out, in]. In float32, rounded once."""
+        codes = torch.stack([self.codes >> 4, self.codes & 15], dim=-1).flatten(1).float() - MIDDLE
+        groups = codes.unflatten(1, (-1, self.group_size)) * self.scales[..., None]
+        return (groups if self.shifts is None else groups + self.shifts[..., None]).flatten(1).to(dtype)
+
+
+def joined(parts: Sequence[Sequence[Tensor]], device: torch.device) -> Int4Weight:
+    """Of layers that read the same input, as a checkpoint ships them (Scheme.words)."""
+    codes, scales, shifts = (torch.cat(each).to(device) for each in zip(*parts, strict=True))
+    return Int4Weight(codes, scales, shifts if shifts.any() else None, codes.shape[1] * 2 // scales.shape[1])
+
+
+class Int4Linear(nn.Module):
+    """x: [..., in] -> [..., out] in x's type. Immutable, for captured graphs."""
+
+    # kernels: of the weight's GPU
+    def __init__(self, weight: Int4Weight, bias: Tensor | None, kernels: Int4Kernels | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.codes.shape[0], weight.codes.shape[1] * 2
+        self.weight = weight
+        self.bias = None if bias is None else bias.detach()
+        self._product = None if kernels is None else kernels.product_with(weight, self.bias)
+        self.weight_bytes = weight.num_bytes if self._product is None else self._product.num_bytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features)
+        if self._product is None or rows.shape[0] == 0:
+            return F.linear(x, self.weight.dequantized(x.dtype), self.bias)
+        parts = self.parts(rows, pdl=False)
+        y = parts[0] if parts.dtype == x.dtype else parts.sum(0).to(x.dtype)
+        return y.reshape(*x.shape[:-1], self.out_features)
+
+    def dequantized(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        """[rows, in]"""
+        weight = self.weight
+        shifts = None if weight.shifts is None else weight.shifts[rows]
+        return Int4Weight(weight.codes[rows], weight.scales[rows], shifts, weight.group_size).dequantized(dtype)
+
+    def parts(self, x: Tensor, *, pdl: bool) -> Tensor:
+        """On a GPU, as gemm.linear."""
+        assert self._product is not None
+        return self._product(x.contiguous(), pdl=pdl)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -1,0 +1,76 @@
+"""Weights kept in the 4 bits that AWQ and GPTQ ship: what they stand for, and engines that serve them with adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from manylora_worker.models.checkpoint import ModelRefused
+from manylora_worker.models.loader import load_model
+from manylora_worker.models.quantized.int4 import Int4Linear, Int4Weight, joined
+from manylora_worker.models.torch.decoder import trusted_weights
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from tests.numerics.conftest import FamilyOf
+from tests.numerics.driver import Driver, Stream, make_runner, put_adapter
+from tests.numerics.quantizing import ship
+from tests.numerics.test_checkpoint import logits_of
+
+PROMPT = list(range(3, 20))
+
+
+def test_what_codes_stand_for() -> None:
+    codes = torch.tensor([[0x08, 0xF9]], dtype=torch.uint8)
+    weight = Int4Weight(codes, torch.tensor([[2.0, 3.0]]), torch.tensor([[0.5, 0.0]]), 2)
+    assert weight.dequantized(torch.float32).tolist() == [[-15.5, 0.5, 21.0, 3.0]]
+    both = joined(
+        [(codes, weight.scales, torch.zeros(1, 2)), (codes, weight.scales * 2, torch.zeros(1, 2))], codes.device
+    )
+    assert both.shifts is None
+    assert both.group_size == 2
+    assert both.dequantized(torch.float32).tolist() == [[-16.0, 0.0, 21.0, 3.0], [-32.0, 0.0, 42.0, 6.0]]
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "gptq-sym"])
+def test_an_engine_equals_the_weights_that_were_shipped(family_of: FamilyOf, tmp_path: Path, name: str) -> None:
+    family = family_of("llama")
+    stands_for = ship(family.folder, tmp_path / "tiny-llama", name)
+    loaded = load_model(str(tmp_path / "tiny-llama"), quantization="int4")
+    assert trusted_weights(loaded) is not None
+    fused = loaded.model.model.layers[1].self_attn.q_proj.linear.base
+    assert isinstance(fused, Int4Linear)
+    assert (fused.weight.shifts is None) == (name == "gptq-sym")
+    q, k, v = (stands_for[f"model.layers.1.self_attn.{each}_proj.weight"] for each in "qkv")
+    torch.testing.assert_close(fused.weight.dequantized(torch.float32), torch.cat((q, k, v)))
+    torch.testing.assert_close(fused.dequantized(slice(3, 7), torch.float32), q[3:7])
+    reference = AutoModelForCausalLM.from_pretrained(family.folder, dtype=torch.float32, attn_implementation="eager")
+    reference.load_state_dict(stands_for, strict=False)
+    driver = Driver(make_runner(loaded))
+    uid = put_adapter(driver.runner, loaded, family.adapters["all-linear"])
+    plain, adapted = driver.logits([Stream(PROMPT), Stream(PROMPT, uid)])
+    torch.testing.assert_close(plain, logits_of(reference, PROMPT), atol=1e-3, rtol=0)
+    wrapped = PeftModel.from_pretrained(reference, family.adapters["all-linear"]).eval()
+    torch.testing.assert_close(adapted, logits_of(wrapped, PROMPT), atol=1e-3, rtol=0)
+    streams = [Stream(PROMPT, uid), Stream(PROMPT)]
+    driver.run(streams, 6)
+    expected = wrapped.generate(input_ids=torch.tensor([PROMPT]), max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert streams[0].output == expected[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("", "this model is not quantized"),
+        ("fp8", "start without --quantization int4"),
+        ("gptq-desc-act", "groups are not of neighbouring inputs"),
+    ],
+)
+def test_what_is_not_kept_is_refused(family_of: FamilyOf, tmp_path: Path, name: str, told: str) -> None:
+    folder = family_of("llama").folder
+    if name:
+        ship(folder, tmp_path / "tiny", name)
+        folder = tmp_path / "tiny"
+    with pytest.raises(ModelRefused, match=told):
+        load_model(str(folder), quantization="int4")
