@@ -112,6 +112,15 @@ def test_products_on_a_gpu(shape: tuple[int, int], num_rows: int, shifted: bool)
     assert relative_error(layer(x[None])[0], expected_of(x, weight, bias)) <= TOLERANCE
 
 
+def test_what_is_not_bf16_is_multiplied_with_a_rebuilt_weight() -> None:
+    weight = weight_of((16, 256), 64, "cpu", shifted=True)
+    kernels = object.__new__(Int4Kernels)
+    layer = Int4Linear(weight, torch.randn(16), kernels)
+    x = torch.randn(2, 3, 256)
+    torch.testing.assert_close(layer(x).double(), expected_of(x, weight, layer.bias), rtol=1e-4, atol=1e-5)
+    assert layer(x[:0]).shape == (0, 3, 16)
+
+
 @pytest.mark.gpu
 def test_a_captured_product_follows_its_input() -> None:
     if torch.cuda.get_device_capability() < (9, 0):

@@ -57,8 +57,8 @@ class Int4Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
-        if self._product is None or rows.shape[0] == 0:
-            return F.linear(x, self.weight.dequantized(x.dtype), self.bias)
+        if rows.shape[0] == 0:
+            return x.new_empty(*x.shape[:-1], self.out_features)
         parts = self.parts(rows, pdl=False)
         y = parts[0] if parts.dtype == x.dtype else parts.sum(0).to(x.dtype)
         return y.reshape(*x.shape[:-1], self.out_features)
@@ -70,8 +70,9 @@ class Int4Linear(nn.Module):
         return Int4Weight(weight.codes[rows], weight.scales[rows], shifts, weight.group_size).dequantized(dtype)
 
     def parts(self, x: Tensor, *, pdl: bool) -> Tensor:
-        """On a GPU, as gemm.linear."""
-        assert self._product is not None
+        """As gemm.linear."""
+        if self._product is None or x.dtype != torch.bfloat16:
+            return F.linear(x, self.weight.dequantized(x.dtype), self.bias)[None]
         return self._product(x.contiguous(), pdl=pdl)
 
     def extra_repr(self) -> str:
