@@ -48,16 +48,12 @@ from manylora_shared.process.heap import freeze_started
 from manylora_shared.stores.adapter_rope import RopeScaling
 from manylora_worker.kinds.api import PENDING_TOKEN, Sampling, SequenceChunk, StepBatch
 from manylora_worker.models.checkpoint import Quantization
-from manylora_worker.models.cuda.kernels.nf4 import Nf4Linear
 from manylora_worker.models.cuda.runner import DeviceLimits, DeviceModelRunner
 from manylora_worker.models.decoder_weights import read_decoder
 from manylora_worker.models.layers.attention import ATTENTION, register_attention
 from manylora_worker.models.layers.kv_cache import KvCache
-from manylora_worker.models.linears import linear_modules
 from manylora_worker.models.loader import LoadedModel, prepare_model
-from manylora_worker.models.quantized.fp8 import Fp8Linear
-from manylora_worker.models.quantized.install import ShippedCodes
-from manylora_worker.models.quantized.int4 import Int4Linear
+from manylora_worker.models.quantized.linear import QuantizedLinear
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.weights.host_memory import HostMemory
 from manylora_worker.weights.layout import (
@@ -71,7 +67,7 @@ from manylora_worker.weights.layout import (
 )
 from manylora_worker.weights.sites import ExpertShape
 
-from bench.shapes import SHAPES, random_model, random_share
+from bench.shapes import SHAPES, random_model, random_share, shipped_codes
 
 GIB = 1 << 30
 GREEDY = Sampling(seed=0, temperature=0.0)
@@ -111,16 +107,6 @@ def make_model(shape: str, quantization: Quantization, group: RankGroup | None =
     model.eval().requires_grad_(False)
     codes = shipped_codes(model) if quantization == "int4" else None
     return prepare_model(model, name=shape, quantization=quantization, codes=codes)
-
-
-def shipped_codes(model: torch.nn.Module) -> ShippedCodes:
-    """As GPTQ ships them, of groups of 128 inputs."""
-    found = {}
-    for path, (inputs, outputs) in linear_modules(model).items():
-        codes = torch.randint(256, (outputs, inputs // 2), dtype=torch.uint8, device="cuda")
-        scales = torch.rand(outputs, inputs // 128, device="cuda").mul_(0.004)
-        found[path] = (codes, scales, torch.zeros_like(scales))
-    return ShippedCodes(found, 0)
 
 
 def make_adapter(loaded: LoadedModel, index: int, rank: int, expert_rank: int = -1) -> HostAdapter:
@@ -195,9 +181,7 @@ class Bench:
         self.weight_bytes = sum(
             p.nbytes for name, p in self.loaded.model.named_parameters() if "embed_tokens" not in name
         )
-        self.weight_bytes += sum(
-            m.weight_bytes for m in self.loaded.model.modules() if isinstance(m, Nf4Linear | Fp8Linear | Int4Linear)
-        )
+        self.weight_bytes += sum(m.weight_bytes for m in self.loaded.model.modules() if isinstance(m, QuantizedLinear))
         self.weight_elements = sum(
             p.numel() for name, p in self.loaded.model.named_parameters() if p.dim() == 2 and "embed" not in name
         )

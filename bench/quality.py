@@ -15,15 +15,16 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from manylora_worker.models.checkpoint import Quantization
 from manylora_worker.models.layers.packed_linear import PackedLinear
 from manylora_worker.models.loader import load_model
-from manylora_worker.models.quantized.fp8 import Fp8Linear
+from manylora_worker.models.quantized.linear import QuantizedLinear
 from transformers import AutoTokenizer
 
-Format = tuple[str, str, torch.dtype, Literal["none", "nf4", "fp8", "int4"]]
+Format = tuple[str, str, torch.dtype, Quantization]
 
 
 def formats(model: str, checkpoints: list[str]) -> list[Format]:
@@ -41,7 +42,7 @@ def perplexity(how: Format, windows: list[list[int]], threads: int) -> tuple[flo
     _, folder, dtype, quantization = how
     loaded = load_model(folder, dtype=dtype, quantization=quantization, threads=threads)
     model = loaded.model
-    kept = [module for module in model.modules() if isinstance(module, PackedLinear | Fp8Linear)]
+    kept = [module for module in model.modules() if isinstance(module, PackedLinear | QuantizedLinear)]
     num_bytes = sum(each.nbytes for each in model.parameters()) + sum(module.weight_bytes for module in kept)
     model.set_attn_implementation("eager")
     total = 0.0

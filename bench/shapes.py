@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from manylora.demo import BASE_FOLDER
 from manylora_worker.models.linears import linear_modules
+from manylora_worker.models.quantized.install import ShippedCodes
 from manylora_worker.models.ranks.cuts import cut_linears
 from manylora_worker.models.ranks.group import RankGroup
 from peft import LoraConfig
@@ -59,6 +60,16 @@ def random_model(shape: str, device: str, **settings: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(SHAPES[shape](), dtype=torch.bfloat16, **settings)
+
+
+def shipped_codes(model: PreTrainedModel) -> ShippedCodes:
+    """As GPTQ ships them, of groups of 128 inputs."""
+    found = {}
+    for path, (inputs, outputs) in linear_modules(model).items():
+        codes = torch.randint(256, (outputs, inputs // 2), dtype=torch.uint8, device="cuda")
+        scales = torch.rand(outputs, inputs // 128, device="cuda").mul_(0.004)
+        found[path] = (codes, scales, torch.zeros_like(scales))
+    return ShippedCodes(found, 0)
 
 
 def random_share(

@@ -8,15 +8,23 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from manylora_worker.models.loader import LoadedModel
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.numerics.driver import Driver, Stream, make_runner, put_adapter
+from tests.numerics.test_checkpoint import logits_of
 
 Parts = Mapping[str, Tensor]
 _LARGEST = 448.0
+PROMPT = list(range(3, 20))
 
 
 def fp8(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,3 +163,22 @@ def ship(source: Path, folder: Path, name: str) -> dict[str, Tensor]:
         tensors |= {f"{path}.{part}": value for part, value in parts.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return stands_for
+
+
+def check_with_adapter(loaded: LoadedModel, reference: PreTrainedModel, adapter: Path, *, atol: float) -> None:
+    """Logits and greedy tokens of an engine, with and without the adapter, against transformers and PEFT."""
+    driver = Driver(make_runner(loaded))
+    uid = put_adapter(driver.runner, loaded, adapter)
+    plain, adapted = driver.logits([Stream(PROMPT), Stream(PROMPT, uid)])
+    torch.testing.assert_close(plain, logits_of(reference, PROMPT), atol=atol, rtol=0)
+    wrapped = PeftModel.from_pretrained(reference, adapter).eval()
+    torch.testing.assert_close(adapted, logits_of(wrapped, PROMPT), atol=atol, rtol=0)
+    assert not torch.allclose(plain, adapted, atol=1e-2)
+    streams = [Stream(PROMPT), Stream(PROMPT, uid)]
+    driver.run(streams, 5)
+    for stream, model in zip(streams, (None, wrapped), strict=True):
+        with torch.no_grad(), wrapped.disable_adapter() if model is None else nullcontext():
+            expected = wrapped.generate(
+                input_ids=torch.tensor([PROMPT]), max_new_tokens=5, min_new_tokens=5, do_sample=False, eos_token_id=None
+            )
+        assert stream.output == expected[0, len(PROMPT) :].tolist()

@@ -11,14 +11,12 @@ from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.loader import load_model
 from manylora_worker.models.quantized.fp8 import Fp8Linear, Fp8Weight, joined, quantize
 from manylora_worker.models.torch.decoder import trusted_weights
-from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.numerics.adapters import Reference
 from tests.numerics.conftest import FamilyOf
-from tests.numerics.driver import Driver, Stream, make_runner, put_adapter
-from tests.numerics.quantizing import ship
-from tests.numerics.test_checkpoint import logits_of
+from tests.numerics.driver import Driver, Stream, make_runner
+from tests.numerics.quantizing import check_with_adapter, ship
 from tests.numerics.two_ranks import check_logprobs
 
 PROMPT = list(range(3, 20))
@@ -60,17 +58,7 @@ def test_an_engine_in_fp8_equals_the_weights_it_stands_for(family_of: FamilyOf, 
     family = family_of(name)
     loaded = load_model(str(family.folder), quantization="fp8")
     assert trusted_weights(loaded) is not None
-    driver = Driver(make_runner(loaded))
-    uid = put_adapter(driver.runner, loaded, family.adapters["all-linear"])
-    plain, adapted = driver.logits([Stream(PROMPT), Stream(PROMPT, uid)])
-    reference = reference_of(family.folder)
-    torch.testing.assert_close(plain, logits_of(reference, PROMPT), atol=1e-3, rtol=0)
-    wrapped = PeftModel.from_pretrained(reference, family.adapters["all-linear"]).eval()
-    torch.testing.assert_close(adapted, logits_of(wrapped, PROMPT), atol=1e-3, rtol=0)
-    streams = [Stream(PROMPT, uid), Stream(PROMPT)]
-    driver.run(streams, 6)
-    expected = wrapped.generate(input_ids=torch.tensor([PROMPT]), max_new_tokens=6, do_sample=False, eos_token_id=None)
-    assert streams[0].output == expected[0, len(PROMPT) :].tolist()
+    check_with_adapter(loaded, reference_of(family.folder), family.adapters["all-linear"], atol=1e-3)
 
 
 @pytest.mark.wide

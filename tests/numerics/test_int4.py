@@ -10,13 +10,10 @@ from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.loader import load_model
 from manylora_worker.models.quantized.int4 import Int4Linear, Int4Weight, joined
 from manylora_worker.models.torch.decoder import trusted_weights
-from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.numerics.conftest import FamilyOf
-from tests.numerics.driver import Driver, Stream, make_runner, put_adapter
-from tests.numerics.quantizing import ship
-from tests.numerics.test_checkpoint import logits_of
+from tests.numerics.quantizing import check_with_adapter, ship
 
 PROMPT = list(range(3, 20))
 
@@ -47,16 +44,7 @@ def test_an_engine_equals_the_weights_that_were_shipped(family_of: FamilyOf, tmp
     torch.testing.assert_close(fused.dequantized(slice(3, 7), torch.float32), q[3:7])
     reference = AutoModelForCausalLM.from_pretrained(family.folder, dtype=torch.float32, attn_implementation="eager")
     reference.load_state_dict(stands_for, strict=False)
-    driver = Driver(make_runner(loaded))
-    uid = put_adapter(driver.runner, loaded, family.adapters["all-linear"])
-    plain, adapted = driver.logits([Stream(PROMPT), Stream(PROMPT, uid)])
-    torch.testing.assert_close(plain, logits_of(reference, PROMPT), atol=1e-3, rtol=0)
-    wrapped = PeftModel.from_pretrained(reference, family.adapters["all-linear"]).eval()
-    torch.testing.assert_close(adapted, logits_of(wrapped, PROMPT), atol=1e-3, rtol=0)
-    streams = [Stream(PROMPT, uid), Stream(PROMPT)]
-    driver.run(streams, 6)
-    expected = wrapped.generate(input_ids=torch.tensor([PROMPT]), max_new_tokens=6, do_sample=False, eos_token_id=None)
-    assert streams[0].output == expected[0, len(PROMPT) :].tolist()
+    check_with_adapter(loaded, reference, family.adapters["all-linear"], atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,11 @@ import torch
 from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.loader import load_model
 from manylora_worker.models.quantized.schemes import FP8
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from tests.numerics.conftest import FamilyOf
-from tests.numerics.driver import Driver, Stream, make_runner, put_adapter
-from tests.numerics.quantizing import FORMATS, ship
-from tests.numerics.test_checkpoint import logits_of
+from tests.numerics.quantizing import FORMATS, check_with_adapter, ship
 
 PROMPT = list(range(3, 20))
 
@@ -35,21 +31,7 @@ def test_each_format_with_mixed_adapters(family_of: FamilyOf, tmp_path: Path, na
     assert torch.equal(fused[: len(q) + len(k)], torch.cat((q, k)))
     reference = AutoModelForCausalLM.from_pretrained(family.folder, dtype=torch.float32, attn_implementation="eager")
     reference.load_state_dict(stands_for, strict=False)
-    driver = Driver(make_runner(loaded))
-    uid = put_adapter(driver.runner, loaded, family.adapters["all-linear"])
-    plain, adapted = driver.logits([Stream(PROMPT), Stream(PROMPT, uid)])
-    torch.testing.assert_close(plain, logits_of(reference, PROMPT), atol=1e-4, rtol=0)
-    wrapped = PeftModel.from_pretrained(reference, family.adapters["all-linear"]).eval()
-    torch.testing.assert_close(adapted, logits_of(wrapped, PROMPT), atol=1e-4, rtol=0)
-    assert not torch.allclose(plain, adapted, atol=1e-2)
-    streams = [Stream(PROMPT), Stream(PROMPT, uid)]
-    driver.run(streams, 5)
-    for stream, model in zip(streams, (None, wrapped), strict=True):
-        with torch.no_grad(), wrapped.disable_adapter() if model is None else nullcontext():
-            expected = wrapped.generate(
-                input_ids=torch.tensor([PROMPT]), max_new_tokens=5, min_new_tokens=5, do_sample=False, eos_token_id=None
-            )
-        assert stream.output == expected[0, len(PROMPT) :].tolist()
+    check_with_adapter(loaded, reference, family.adapters["all-linear"], atol=1e-4)
 
 
 def test_blocks_of_fp8_as_transformers_reads_them(family_of: FamilyOf, tmp_path: Path) -> None:

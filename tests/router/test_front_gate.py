@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from manylora.v1 import inference_pb2
-from manylora_router.front.gate import MAX_REQUEST_BYTES, Bounds, Gate, Own
+from manylora_router.front.gate import MAX_REQUEST_BYTES, Bounds, Gate, OwnBounds
 from manylora_router.front.grpc import tenant_of
 from manylora_router.front.pace import bytes_pace
 from manylora_router.links.callers import Callers
@@ -45,7 +45,7 @@ class Router:
         self.going_on = asyncio.Event()
         self.slow = Places(20, kept=4, few=2)
         self.bytes_per_s = 1 << 30
-        self.own: Own | None = None
+        self.own: OwnBounds | None = None
 
     def service(self) -> Service:
         records = {key.record.key_id: key.record for key in self.keys.values()}
@@ -78,7 +78,7 @@ class Router:
 
 @asynccontextmanager
 async def served(
-    capacity: int = 1_000, kept: int = 100, own: Own | None = None
+    capacity: int = 1_000, kept: int = 100, own: OwnBounds | None = None
 ) -> AsyncIterator[tuple[Router, Channel]]:
     router = Router(Places(capacity, kept=kept, few=2))
     router.own = own
@@ -191,7 +191,7 @@ async def test_a_call_that_sends_nothing_is_ended(monkeypatch: pytest.MonkeyPatc
 
 async def test_a_service_may_have_places_of_its_own() -> None:
     own = Places(20, kept=4, few=2)
-    async with served(own=Own(own)) as (router, channel):
+    async with served(own=OwnBounds(own)) as (router, channel):
         held = [ask(router, channel, "acme") for _ in range(8)]
         for stream in held:
             await stream.read()
@@ -207,7 +207,7 @@ async def test_a_service_may_have_places_of_its_own() -> None:
 
 async def test_calls_of_such_a_service_come_at_their_tenants_pace() -> None:
     """64 loops of refused uploads took a router's whole core."""
-    own = Own(Places(200, kept=4), Pace(20.0, "too many"))
+    own = OwnBounds(Places(200, kept=4), Pace(20.0, "too many"))
     async with served(own=own) as (router, channel):
 
         async def seconds(tenant: str, count: int) -> float:

@@ -51,7 +51,7 @@ from manylora_router.front.gate import (
     MAX_REQUEST_BYTES,
     Bounds,
     Gate,
-    Own,
+    OwnBounds,
     own_tenant,
 )
 from manylora_router.front.generation import Outliving, generate
@@ -340,7 +340,7 @@ class RouterApp:
             tenant_of=lambda principal, call: own_tenant(principal),
             max_message_bytes=MAX_MESSAGE_BYTES,
             pace=bytes_pace(UPLOAD_BYTES_PER_S),
-            own=Own(),
+            own=OwnBounds(),
         )
         return [
             self._inference.service(inference),

@@ -46,7 +46,7 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Own:
+class OwnBounds:
     """What a service's calls need besides, each in a turn of its tenant's."""
 
     places: Places = field(default_factory=lambda: Places(ADMIN_CAPACITY, kept=ADMIN_KEPT, few=4))
@@ -64,7 +64,7 @@ class Gate:
         tenant_of: TenantOf,
         max_message_bytes: int,
         pace: Pace,
-        own: Own | None = None,
+        own: OwnBounds | None = None,
     ) -> None:
         self.max_message_bytes = max_message_bytes
         self.bounds = bounds

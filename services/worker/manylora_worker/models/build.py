@@ -39,8 +39,7 @@ from manylora_worker.models.layers.lora_linear import LoraCosts, LoraPlanner
 from manylora_worker.models.layers.packed_linear import PackedLinear
 from manylora_worker.models.loader import LoadedModel, ModelSpec, load_model, model_config
 from manylora_worker.models.parts import EngineParts, ModelInfo
-from manylora_worker.models.quantized.fp8 import Fp8Linear
-from manylora_worker.models.quantized.int4 import Int4Linear
+from manylora_worker.models.quantized.linear import QuantizedLinear
 from manylora_worker.models.ranks.cuts import SHARED_FAMILIES, check_cuts
 from manylora_worker.models.ranks.followers import Followers, Order
 from manylora_worker.models.ranks.group import RankGroup
@@ -400,9 +399,7 @@ def _build_cache(loaded: LoadedModel, config: WorkerConfig, *, more_blocks: int 
             f"{cache.state_blocks} beside those of its tokens"
         )
     weight_bytes = sum(p.nbytes for p in loaded.model.parameters())
-    weight_bytes += sum(
-        m.weight_bytes for m in loaded.model.modules() if isinstance(m, PackedLinear | Fp8Linear | Int4Linear)
-    )
+    weight_bytes += sum(m.weight_bytes for m in loaded.model.modules() if isinstance(m, PackedLinear | QuantizedLinear))
     _LOG.info(
         "model %s (%s, %s, %s): %.1f MiB of weights, %d linear layers in %d products; "
         "KV cache and adapters %.1f MiB: %d + %d blocks of %d tokens, %d bytes a token",

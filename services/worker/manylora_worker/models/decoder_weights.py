@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from manylora_shared.stores.adapter_rope import RopeScaling
@@ -19,15 +19,11 @@ from manylora_worker.models.layers.lora_linear import FusedMember, LoraLinear
 from manylora_worker.models.layers.mixture import LoraExperts, LoraRouter
 from manylora_worker.models.layers.packed_linear import PackedLinear
 from manylora_worker.models.loader import LoadedModel
-from manylora_worker.models.quantized.fp8 import Fp8Linear
-from manylora_worker.models.quantized.int4 import Int4Linear
+from manylora_worker.models.quantized.linear import QuantizedLinear
 from manylora_worker.models.ranks.cuts import SharedHead
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.models.rope import scaled_frequencies
 from manylora_worker.weights.sites import Site
-
-if TYPE_CHECKING:
-    from manylora_worker.models.cuda.kernels.nf4 import Nf4Linear
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 ExpertActivation = Activation | Literal["clamped_swiglu"]  # the last one as layers.mixture.clamped_swiglu
@@ -58,7 +54,7 @@ class Projection:
     linear: LoraLinear
     weight: Tensor | None  # [out, in]; None where it is quantized or packed
     bias: Tensor | None
-    quantized: Nf4Linear | Fp8Linear | Int4Linear | None  # a weight that the GPU's kernels multiply with as it is
+    quantized: QuantizedLinear | None  # a weight that the GPU's kernels multiply with as it is
 
     @property
     def site(self) -> Site:
@@ -326,14 +322,7 @@ def _projection(module: nn.Module) -> Projection | None:
         return Projection(module, base.weight, base.bias, None)
     if isinstance(base, PackedLinear):
         return Projection(module, None, None, None)
-    if isinstance(base, Fp8Linear | Int4Linear):
-        return Projection(module, None, None, base)
-    return Projection(module, None, None, base) if _is_nf4_linear(base) else None
-
-
-def _is_nf4_linear(module: nn.Module) -> bool:
-    """By name: its class comes with Triton, which a worker on the CPU has not."""
-    return type(module).__module__ == "manylora_worker.models.cuda.kernels.nf4"
+    return Projection(module, None, None, base) if isinstance(base, QuantizedLinear) else None
 
 
 def _rms_norm(module: nn.Module | None) -> Tensor | None:

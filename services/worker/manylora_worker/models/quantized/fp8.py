@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from manylora_worker.models.quantized.linear import QuantizedLinear
 from manylora_worker.models.quantized.schemes import FP8
 from manylora_worker.models.ranks.group import RankGroup
 
@@ -55,34 +56,19 @@ def joined(parts: Sequence[tuple[Tensor, Tensor]], group_size: int, device: torc
     return Fp8Weight(codes, scales, group_size if scales.shape[1] > 1 else codes.shape[1])
 
 
-class Fp8Linear(nn.Module):
-    """x: [..., in] -> [..., out] in x's type. Immutable, so a captured graph that holds it stays right."""
-
+class Fp8Linear(QuantizedLinear):
     def __init__(self, weight: Fp8Weight, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.codes.shape
-        self.weight_bytes = weight.num_bytes
+        out_features, in_features = weight.codes.shape
+        super().__init__(out_features, in_features, bias, weight.num_bytes)
         self.weight = weight
-        self.bias = None if bias is None else bias.detach()
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features)
-        if not x.is_cuda or rows.shape[0] == 0:
-            return F.linear(x, self.weight.dequantized(x.dtype), self.bias)
-        parts = self.parts(rows, pdl=False)
-        y = parts[0] if parts.dtype == x.dtype else parts.sum(0).to(x.dtype)
-        return y.reshape(*x.shape[:-1], self.out_features)
 
     def dequantized(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """[rows, in]"""
         weight = self.weight
         return Fp8Weight(weight.codes[rows], weight.scales[rows], weight.group_size).dequantized(dtype)
 
     def parts(self, x: Tensor, *, pdl: bool) -> Tensor:
-        """[rows, in], rows > 0, on a GPU, to [parts, rows, out], as gemm.linear."""
+        if not x.is_cuda:
+            return F.linear(x, self.weight.dequantized(x.dtype), self.bias)[None]
         from manylora_worker.models.cuda.kernels import fp8_product  # Triton, which a worker on the CPU has not
 
         return fp8_product.product(x.contiguous(), self.weight, self.bias, pdl=pdl)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+
+from manylora_worker.models.quantized.linear import QuantizedLinear
 
 if TYPE_CHECKING:
     from manylora_worker.models.cuda.kernels.int4_product import Int4Kernels
@@ -43,37 +45,21 @@ def joined(parts: Sequence[Sequence[Tensor]], device: torch.device) -> Int4Weigh
     return Int4Weight(codes, scales, shifts if shifts.any() else None, codes.shape[1] * 2 // scales.shape[1])
 
 
-class Int4Linear(nn.Module):
-    """x: [..., in] -> [..., out] in x's type. Immutable, for captured graphs."""
-
+class Int4Linear(QuantizedLinear):
     # kernels: of the weight's GPU
     def __init__(self, weight: Int4Weight, bias: Tensor | None, kernels: Int4Kernels | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.codes.shape[0], weight.codes.shape[1] * 2
+        product = None if kernels is None else kernels.product_with(weight, None if bias is None else bias.detach())
+        num_bytes = weight.num_bytes if product is None else product.num_bytes
+        super().__init__(weight.codes.shape[0], weight.codes.shape[1] * 2, bias, num_bytes)
         self.weight = weight
-        self.bias = None if bias is None else bias.detach()
-        self._product = None if kernels is None else kernels.product_with(weight, self.bias)
-        self.weight_bytes = weight.num_bytes if self._product is None else self._product.num_bytes
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features)
-        if rows.shape[0] == 0:
-            return x.new_empty(*x.shape[:-1], self.out_features)
-        parts = self.parts(rows, pdl=False)
-        y = parts[0] if parts.dtype == x.dtype else parts.sum(0).to(x.dtype)
-        return y.reshape(*x.shape[:-1], self.out_features)
+        self._product = product
 
     def dequantized(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """[rows, in]"""
         weight = self.weight
         shifts = None if weight.shifts is None else weight.shifts[rows]
         return Int4Weight(weight.codes[rows], weight.scales[rows], shifts, weight.group_size).dequantized(dtype)
 
     def parts(self, x: Tensor, *, pdl: bool) -> Tensor:
-        """As gemm.linear."""
         if self._product is None or x.dtype != torch.bfloat16:
             return F.linear(x, self.weight.dequantized(x.dtype), self.bias)[None]
         return self._product(x.contiguous(), pdl=pdl)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

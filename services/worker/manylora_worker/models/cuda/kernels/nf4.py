@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 from triton import knobs
 
 from manylora_worker.models.cuda.kernels.nf4_format import BLOCK_SIZE, CODEBOOK, Nf4Weight, quantize
@@ -25,6 +25,7 @@ from manylora_worker.models.cuda.kernels.nf4_lookup import (
     table_values,
 )
 from manylora_worker.models.cuda.kernels.nf4_rows import Nf4Rows
+from manylora_worker.models.quantized.linear import QuantizedLinear
 
 # | rows | way | rounds |
 # |---|---|---|
@@ -347,36 +348,21 @@ def _interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-class Nf4Linear(nn.Module):
-    """x: [..., in] -> [..., out] in x's type (bf16). Immutable, so a captured graph that holds it stays right."""
-
+class Nf4Linear(QuantizedLinear):
     def __init__(self, weight: Nf4Weight, bias: Tensor | None, workspace: Nf4Workspace) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.out_features, weight.in_features
-        self.weight_bytes = weight.num_bytes
+        super().__init__(weight.out_features, weight.in_features, bias, weight.num_bytes)
         self._weight = weight
-        self.bias = None if bias is None else bias.detach()
         self._workspace = workspace
 
     @classmethod
     def from_weight(cls, weight: Tensor, bias: Tensor | None, workspace: Nf4Workspace) -> Nf4Linear:
         return cls(quantize(weight), bias, workspace)
 
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features)
-        if rows.shape[0] == 0:
-            return x.new_empty(*x.shape[:-1], self.out_features)
-        parts = self.parts(rows, pdl=False)
-        y = parts[0] if parts.dtype == x.dtype else parts.sum(0).to(x.dtype)
-        return y.reshape(*x.shape[:-1], self.out_features)
-
     def dequantized(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """[rows, in]"""
         part = Nf4Weight(self._weight.codes[rows], self._weight.absmax[rows])
         return dequantize(part, self._workspace.codebook).to(dtype)
 
     def parts(self, x: Tensor, *, pdl: bool) -> Tensor:
-        """[rows, in], rows > 0, to [parts, rows, out], as gemm.linear."""
         num_rows = x.shape[0]
         x = x.contiguous()
         weight, workspace = self._weight, self._workspace
@@ -388,6 +374,3 @@ class Nf4Linear(nn.Module):
         if num_rows <= FUSED_ROWS:
             return product_by_tiles(x, weight, workspace, self.bias)[None]
         return F.linear(x, dequantize(weight, workspace.codebook), self.bias)[None]
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
