@@ -12,10 +12,13 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
 
 from manylora_worker.models.cuda.kernels.int4_product import VALUE_BITS, VALUES, Int4Kernels, Int4Product, group_sums
+from manylora_worker.models.cuda.kernels.nf4 import TileWorkspace
 from manylora_worker.models.cuda.kernels.nf4_rows import VARIANTS, Nf4Rows, Variant
 from manylora_worker.models.quantized.int4 import Int4Linear, Int4Weight
 from test_nf4 import TOLERANCE, relative_error
 from test_nf4_rows import on_cpu
+
+from tests.numerics.interpreter import DEVICES
 
 pytestmark = pytest.mark.kernels
 
@@ -73,6 +76,26 @@ def test_products_of_few_rows_on_a_cpu(variant: Variant, shifted: bool, tmp_path
         assert relative_error(found.sum(0), expected_of(x, weight, bias)) <= TOLERANCE
 
 
+class _NoRows:
+    takes = staticmethod(lambda *_: False)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 33])
+def test_products_by_tiles(num_rows: int, shifted: bool, device: str) -> None:
+    torch.manual_seed(num_rows)
+    kernels = object.__new__(Int4Kernels)
+    kernels.rows = _NoRows()  # type: ignore[assignment]
+    kernels.workspace = TileWorkspace(torch.device(device), VALUES)
+    for shape, group_size in (((48, 256), 64), ((130, 1280), 128)):
+        weight = weight_of(shape, group_size, device, shifted=shifted)
+        x = torch.randn(num_rows, shape[1], device=device).bfloat16()
+        bias = torch.randn(shape[0], device=device).bfloat16() if num_rows > 1 else None
+        found = Int4Product(kernels, weight, bias)(x, pdl=False)
+        assert relative_error(found[0], expected_of(x, weight, bias)) <= TOLERANCE
+
+
 def test_sums_of_groups() -> None:
     x = torch.arange(12.0).reshape(2, 6).bfloat16()
     assert group_sums(x, 3).tolist() == [[3.0, 12.0], [21.0, 30.0]]
@@ -84,7 +107,7 @@ def test_a_weight_that_is_rebuilt(group_size: int, shifted: bool) -> None:
     torch.manual_seed(group_size)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kernels = object.__new__(Int4Kernels)
-    kernels.codebook = torch.tensor(VALUES, device=device)
+    kernels.workspace = TileWorkspace(torch.device(device), VALUES)
     weight = weight_of((48, 512), group_size, device, shifted=shifted)
     found = Int4Product(kernels, weight, None).rebuilt()
     assert found.dtype == torch.bfloat16
@@ -96,7 +119,7 @@ def test_a_weight_that_is_rebuilt(group_size: int, shifted: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 7, 16, 32, 33, 300])
+@pytest.mark.parametrize("num_rows", [1, 7, 16, 32, 33, 64, 300])
 @pytest.mark.parametrize("shape", [(64, 256), (6144, 4096), (4096, 14336)], ids=str)
 def test_products_on_a_gpu(shape: tuple[int, int], num_rows: int, shifted: bool) -> None:
     if torch.cuda.get_device_capability() < (9, 0):

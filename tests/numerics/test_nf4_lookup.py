@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
 
 from manylora_worker.models.cuda.kernels import nf4_format, nf4_lookup
+from manylora_worker.models.cuda.kernels.int4_product import VALUE_BITS, VALUES
 
 pytestmark = pytest.mark.kernels
 
@@ -58,10 +59,11 @@ def test_the_lookup_in_ptx(seed: int) -> None:
     bits = run_ptx(nf4_lookup._floats_asm(), inputs)
     floats = torch.tensor([bits[f"${i}"] for i in range(8)], dtype=torch.int64).to(torch.int32).view(torch.float32)
     assert floats.tolist() == [nf4_lookup.REDUCTION_CODEBOOK[code] for code in codes]
-    inputs.update(zip(registers, nf4_lookup.register_words(nf4_lookup.PAIR_BITS), strict=True))
-    bits = run_ptx(nf4_lookup._scaled_pairs_asm(), inputs)
-    pairs = torch.tensor([bits[f"${i}"] for i in range(8)], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    assert torch.equal(pairs, torch.tensor(nf4_format.CODEBOOK)[codes].bfloat16())
+    for entries, values in ((nf4_lookup.PAIR_BITS, nf4_format.CODEBOOK), (VALUE_BITS, VALUES)):
+        inputs.update(zip(registers, nf4_lookup.register_words(entries), strict=True))
+        bits = run_ptx(nf4_lookup.scaled_pairs_asm(entries), inputs)
+        pairs = torch.tensor([bits[f"${i}"] for i in range(8)], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+        assert torch.equal(pairs, torch.tensor(values)[codes].bfloat16())
 
 
 def test_the_reductions_codebook_is_within_half_a_step_of_bf16() -> None:

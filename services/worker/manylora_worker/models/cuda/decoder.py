@@ -21,7 +21,7 @@ from manylora_worker.models.cuda.kernels.attention import DecodeScratch, PagedLa
 from manylora_worker.models.cuda.kernels.attention_decode import DecodeAttention
 from manylora_worker.models.cuda.kernels.combine import combine
 from manylora_worker.models.cuda.kernels.gate import gate
-from manylora_worker.models.cuda.kernels.gemm import MOST_SPLIT_ROWS, MOST_SPLITS, linear
+from manylora_worker.models.cuda.kernels.gemm import PARTS_ELEMENTS, linear
 from manylora_worker.models.cuda.kernels.lora import LoraRows, low_rank_columns, num_chunks, shrink, shrink_splits
 from manylora_worker.models.cuda.kernels.lora_tiles import FEWEST_ROWS, MOST_ROWS, LoraTiles
 from manylora_worker.models.cuda.kernels.rotate import rotate_store, row_angles
@@ -78,13 +78,10 @@ class _Sizes:
         dense = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, DenseMlp)]
         gate_up = max((mlp.gate_up.out_features for mlp in dense), default=0)
         gated = max((mlp.down.in_features for mlp in dense), default=0)
-        out_features = [first.qkv.out_features, first.o.out_features, gate_up]
         routers = [layer.mlp.router.out_features for layer in weights.layers if isinstance(layer.mlp, MixtureMlp)]
         widths = {first.qkv.in_features, first.o.in_features, gated} - {0}
         most = max(shrink_splits(width, rows) * rows for width in widths for rows in range(1, max_rows + 1))
         rows = {} if weights.group is None else _head_rows(weights, weights.group.size, max_decode_rows)
-        if weights.group is not None:
-            out_features.append(rows["head"][1])
         return cls(
             rows={
                 **rows,
@@ -101,7 +98,7 @@ class _Sizes:
                 "lora": (min(max_rows, MOST_ROWS), max(first.qkv.out_features, first.o.out_features)),
             },
             low_rank=most * low_rank_columns(lora_chunks),
-            parts=MOST_SPLITS * MOST_SPLIT_ROWS * max(out_features),
+            parts=PARTS_ELEMENTS,
             angles=2 * max_rows * weights.ropes[0][0].shape[1],
             mixture=MixtureSizes.of(weights, lora_chunks=lora_chunks, max_rows=max_rows),
         )

@@ -1,10 +1,8 @@
-"""Products of bf16 rows with a weight kept in FP8 (quantized/fp8.py): codes become bf16, which is exact, in registers.
+"""Products of bf16 rows with a weight kept in FP8 (quantized/fp8.py), by the matrix unit's own FP8.
 
-Sums are of 32-bit floats; a scale enters behind its inputs' sum. A row's sums do not depend on the other rows, but for
-how many rows there are: that chooses the tile and how the inputs are split.
-
-The weight is the matrix unit's second operand. As the first, from registers behind a conversion, Triton 3.6 gives wrong
-sums on an H100 for tiles of 128 rows, where several programs share a processor.
+Each row of x is cut in two of FP8, whose sum it is: the upper four bits of an element, and the lower. Sums are of
+32-bit floats; a scale enters behind its inputs' sum. A row's sums do not depend on the other rows, but for how many
+rows there are: that chooses the tile and how the inputs are split.
 """
 
 from __future__ import annotations
@@ -21,51 +19,62 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from manylora_worker.models.quantized.fp8 import Fp8Weight
 
-MOST_ROWS = 256  # above, reading the weight is little of the work: it is rebuilt whole, once
+MOST_ROWS = 512  # above, rebuilding the weight whole, once, is little of the work
 _MOST_BLOCK_M = 128
-_PROGRAMS_WANTED = 240  # that a product should have at least: an H100 has 132 processors
-_MOST_SPLITS = 4
-_MOST_SPLIT_ROWS = 64  # above, half as many parts: they are written, too
+_PROCESSORS = 132  # of an H100. A product whose programs leave half of them idle is split along its inputs
 _CUT = 128  # inputs, that a part is a multiple of
 _ALIGNED = 16  # bytes, of a tensor descriptor's rows
+_LEAST_EXPONENT = tl.constexpr(-6)  # of e4m3's normal numbers
+_LARGEST_EXPONENT = tl.constexpr(
+    7
+)  # of a row's largest element, scaled: 256 and more could round past the largest code
+_LOWER = tl.constexpr(
+    16.0
+)  # times which the lower halves are kept: they are that much smaller, and small ones have few bits
 
 
 @dataclass(frozen=True)
 class _Tile:
-    """Outputs and inputs of a step of a program's loop, and how many of its loads are under way."""
+    """Outputs and inputs of a step of a program's loop."""
 
     block_n: int
     block_k: int
-    stages: int
+    num_warps: int
+
+    def stages(self, block_m: int, *, alone: bool) -> int:
+        """How many loads are under way. alone: on its processor."""
+        kib = 200 if alone else 96
+        return kib * 1024 // (self.block_k * (self.block_n + 2 * block_m))
 
 
 @triton.jit
-def _to_bf16(codes):
-    """Four codes of e4m3 at a time: their bits a bf16's by shifting, 2^-120 of what they mean. A NaN's become +-480."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 low, high, sign, bits, factor;
-        mov.b32 factor, 0x7B807B80;
-        prmt.b32 low, $2, 0, 0x1404;
-        prmt.b32 high, $2, 0, 0x3424;
-        shr.b32 bits, low, 4;
-        and.b32 sign, low, 0x80008000;
-        lop3.b32 low, bits, 0x07F007F0, sign, 0xEA;
-        shr.b32 bits, high, 4;
-        and.b32 sign, high, 0x80008000;
-        lop3.b32 high, bits, 0x07F007F0, sign, 0xEA;
-        mul.rn.bf16x2 $0, low, factor;
-        mul.rn.bf16x2 $1, high, factor;
-        }
-        """,
-        "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4,
-    )  # fmt: skip
+def _halves_kernel(x_ptr, halves_ptr, scales_ptr, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """halves [rows, 2, K]: x = (upper + lower / 16) * scale. The scale is a power of two."""
+    row = tl.program_id(0).to(tl.int64)
+    ks = tl.arange(0, BLOCK)
+    kept = ks < K
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row * K + ks, mask=kept, other=0.0).to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(x), 0), 1e-30)
+    exponent = ((largest.to(tl.int32, bitcast=True) >> 23) & 255) - 127 - _LARGEST_EXPONENT
+    scaled = x * ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+    # Rounded to four bits by a number so large that it has no further ones. Triton 3.6 reads some codes wrongly that it
+    # has just made, so the upper half is not read back.
+    own = tl.maximum(((scaled.to(tl.int32, bitcast=True) >> 23) & 255) - 127, _LEAST_EXPONENT)
+    rounder = (((own + 147) << 23) | 0x400000).to(tl.float32, bitcast=True)
+    upper = (scaled + rounder) - rounder
+    lower = (scaled - upper) * _LOWER
+    at = halves_ptr + 2 * row * K + ks
+    tl.store(at, upper.to(tl.float8e4nv), mask=kept)
+    tl.store(at + K, lower.to(tl.float8e4nv), mask=kept)
+    tl.store(scales_ptr + row, ((exponent + 127) << 23).to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def _product_kernel(
-    x_desc, w_desc, scales_ptr, bias_ptr, out_ptr, M, N, GROUPS, GROUP_SIZE,
+    x_desc, w_desc, scales_ptr, row_scales_ptr, bias_ptr, out_ptr, M, N, GROUPS, GROUP_SIZE,
     K: tl.constexpr, K_OF_SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, GROUPED: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -78,27 +87,30 @@ def _product_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # The weight's rows stand on the matrix unit's long side, a row's halves side by side on the other.
+    acc = tl.zeros((BLOCK_N, 2 * BLOCK_M), tl.float32)
     for k in tl.range(split * K_OF_SPLIT, tl.minimum(K, (split + 1) * K_OF_SPLIT), BLOCK_K, num_stages=STAGES):
         w = w_desc.load([tile * BLOCK_N, k])
-        x = x_desc.load([first_row, k])
-        if INTERPRETED:  # the interpreter has neither assembly nor products of bf16
+        x = x_desc.load([2 * first_row, k])
+        if INTERPRETED:  # the interpreter has no products of FP8
             w = w.to(tl.float32)
             x = x.to(tl.float32)
-        else:
-            w = _to_bf16(w)
         if GROUPED:
             scale = tl.load(scales_ptr + columns * GROUPS + k // GROUP_SIZE, mask=kept, other=0.0)
-            acc += tl.dot(x, w.T) * scale[None, :]
+            acc += tl.dot(w, x.T) * scale[:, None]
         else:
-            acc = tl.dot(x, w.T, acc)
-    if not GROUPED:
-        acc *= tl.load(scales_ptr + columns, mask=kept, other=0.0)[None, :]
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + columns, mask=kept & (split == 0), other=0.0).to(tl.float32)[None, :]
+            # Hopper's sums of FP8 keep some 14 bits: each BLOCK_K of them are added up outside.
+            acc = tl.dot(w, x.T, acc, max_num_imprecise_acc=BLOCK_K)
+    upper, lower = tl.split(acc.reshape(BLOCK_N, BLOCK_M, 2))
     rows = first_row + tl.arange(0, BLOCK_M)
-    at = out_ptr + (split * M + rows)[:, None].to(tl.int64) * N + columns[None, :]
-    tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(rows < M)[:, None] & kept[None, :])
+    there = rows < M
+    y = (upper + lower / _LOWER) * tl.load(row_scales_ptr + rows, mask=there, other=0.0)[None, :]
+    if not GROUPED:
+        y *= tl.load(scales_ptr + columns, mask=kept, other=0.0)[:, None]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + columns, mask=kept & (split == 0), other=0.0).to(tl.float32)[:, None]
+    at = out_ptr + (split * M + rows)[None, :].to(tl.int64) * N + columns[:, None]
+    tl.store(at, y.to(out_ptr.dtype.element_ty), mask=there[None, :] & kept[:, None])
 
 
 @triton.jit
@@ -126,41 +138,48 @@ def product(x: Tensor, weight: Fp8Weight, bias: Tensor | None, *, pdl: bool) -> 
         return F.linear(x, dequantize(weight, x.dtype), bias)[None]
     n, groups = weight.scales.shape
     block_m = min(_MOST_BLOCK_M, max(16, triton.next_power_of_2(num_rows)))
+    row_tiles = triton.cdiv(num_rows, block_m)
     tile = _tile_of(block_m, n, grouped=groups > 1)
     tiles = triton.cdiv(n, tile.block_n)
-    splits, k_of_split = split(num_rows, tiles, k)
+    splits, k_of_split = split(tiles * row_tiles, k)
+    halves, row_scales = _halves(x, pdl=pdl)
     out = torch.empty(splits, num_rows, n, dtype=torch.float32 if splits > 1 else x.dtype, device=x.device)
-    codes = weight.codes if _interpreted() else weight.codes.view(torch.uint8)
-    _product_kernel[(tiles, splits, triton.cdiv(num_rows, block_m))](
-        TensorDescriptor.from_tensor(x, [block_m, tile.block_k]),
-        TensorDescriptor.from_tensor(codes, [tile.block_n, tile.block_k]),
-        weight.scales, x if bias is None else bias, out, num_rows, n, groups, weight.group_size,
+    _product_kernel[(tiles, splits, row_tiles)](
+        TensorDescriptor.from_tensor(halves, [2 * block_m, tile.block_k]),
+        TensorDescriptor.from_tensor(weight.codes, [tile.block_n, tile.block_k]),
+        weight.scales, row_scales, x if bias is None else bias, out, num_rows, n, groups, weight.group_size,
         K=k, K_OF_SPLIT=k_of_split, BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        STAGES=tile.stages, GROUPED=groups > 1, HAS_BIAS=bias is not None, PDL=pdl,
-        INTERPRETED=_interpreted(), num_warps=4, launch_pdl=pdl,
+        STAGES=tile.stages(block_m, alone=block_m > 64 or (block_m == 64 and tiles * splits <= _PROCESSORS)),
+        GROUPED=groups > 1, HAS_BIAS=bias is not None, PDL=pdl, INTERPRETED=_interpreted(),
+        num_warps=tile.num_warps, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
 
+def _halves(x: Tensor, *, pdl: bool) -> tuple[Tensor, Tensor]:
+    """[2 * rows, in] of FP8, a row's upper half and then its lower, and the rows' scales."""
+    num_rows, k = x.shape
+    halves = torch.empty(2 * num_rows, k, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    _halves_kernel[(num_rows,)](
+        x, halves, scales, K=k, BLOCK=triton.next_power_of_2(k), PDL=pdl, num_warps=8, launch_pdl=pdl
+    )
+    return halves, scales
+
+
 def _tile_of(block_m: int, outputs: int, *, grouped: bool) -> _Tile:
-    """As measured on an H100 for the products of Llama-3.1-8B. Wide where that leaves enough programs."""
-    wide = outputs >= 128 * _PROGRAMS_WANTED // 2
+    """As measured on an H100 for the products of Llama-3.1-8B."""
     if block_m > 64:
-        return _Tile(128 if wide else 64, 64, 4)
-    if block_m > 32:
-        return _Tile(64, 128, 4)
-    if wide:
-        return _Tile(128, 128, 3)
-    return _Tile(64, 128 if grouped else 256, 3)
+        return _Tile(128, 128, 8) if outputs > 4096 else _Tile(64, 128, 4)
+    shared = block_m == 64 and outputs > 64 * _PROCESSORS
+    return _Tile(64, 128 if grouped or shared else 256, 4)
 
 
-def split(rows: int, tiles: int, k: int) -> tuple[int, int]:
+def split(programs: int, k: int) -> tuple[int, int]:
     """How many parts the inputs are cut into, and how many inputs a part has; the last may have fewer."""
     blocks = triton.cdiv(k, 2 * _CUT)
-    most = min(_MOST_SPLITS if rows <= _MOST_SPLIT_ROWS else _MOST_SPLITS // 2, blocks)
-    programs = tiles * triton.cdiv(rows, _MOST_BLOCK_M)
-    wanted = next((s for s in (1, 2, 4) if programs * s >= _PROGRAMS_WANTED), _MOST_SPLITS)
-    blocks_of_part = triton.cdiv(blocks, min(most, wanted))
+    wanted = next((s for s in (4, 2) if programs * s <= _PROCESSORS), 1)
+    blocks_of_part = triton.cdiv(blocks, min(wanted, blocks))
     return triton.cdiv(blocks, blocks_of_part), blocks_of_part * 2 * _CUT
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manylora_worker.models.cuda.kernels.nf4 import dequantize
+from manylora_worker.models.cuda.kernels.nf4 import FUSED_ROWS, TileWorkspace, dequantize, product_by_tiles
 from manylora_worker.models.cuda.kernels.nf4_format import BLOCK_SIZE, Nf4Weight
 from manylora_worker.models.cuda.kernels.nf4_lookup import bf16_bits
 from manylora_worker.models.cuda.kernels.nf4_rows import Nf4Rows
@@ -24,7 +24,7 @@ class Int4Kernels:
     def __init__(self, device: torch.device) -> None:
         """Raises CudaUnavailable."""
         self.rows = Nf4Rows(VALUE_BITS, device)
-        self.codebook = torch.tensor(VALUES, dtype=torch.float32, device=device)
+        self.workspace = TileWorkspace(device, VALUES)
 
     def product_with(self, weight: Int4Weight, bias: Tensor | None) -> Int4Product:
         return Int4Product(self, weight, bias)
@@ -44,18 +44,24 @@ class Int4Product:
         return self._weight.num_bytes + (0 if self._shifts is None else self._shifts.nbytes)
 
     def __call__(self, x: Tensor, *, pdl: bool) -> Tensor:
-        weight = self._weight
-        if not self._kernels.rows.takes(x.shape[0], weight.in_features, weight.out_features):
+        weight, kernels = self._weight, self._kernels
+        if x.shape[0] > FUSED_ROWS:
             return F.linear(x, self.rebuilt(), self._bias)[None]
         sums = None if self._shifts is None else group_sums(x, self._group_size)
-        parts = self._kernels.rows.product(x, weight.codes, weight.absmax, self._bias, pdl=pdl and sums is None)
+        if kernels.rows.takes(x.shape[0], weight.in_features, weight.out_features):
+            parts = kernels.rows.product(x, weight.codes, weight.absmax, self._bias, pdl=pdl and sums is None)
+        else:
+            out = torch.empty(
+                x.shape[0], weight.out_features, dtype=x.dtype if sums is None else sums.dtype, device=x.device
+            )
+            parts = product_by_tiles(x, weight, kernels.workspace, self._bias, out)[None]
         if self._shifts is not None and sums is not None:
             parts[0].addmm_(sums, self._shifts)
         return parts
 
     def rebuilt(self) -> Tensor:
         """[out, in] bf16"""
-        whole = dequantize(self._weight, self._kernels.codebook)
+        whole = dequantize(self._weight, self._kernels.workspace.codebook)
         if self._shifts is not None:
             whole.unflatten(1, (-1, self._group_size)).add_(self._shifts.T[..., None])
         return whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +17,13 @@ from manylora_worker.models.cuda.kernels.nf4_lookup import (
     FLOATS_ASM,
     FLOATS_CONSTRAINTS,
     PAIR_BITS,
-    PAIRS_ASM,
     PAIRS_CONSTRAINTS,
     REDUCTION_CODEBOOK,
     REPEATED_BITS,
+    bf16_bits,
     interleave,
     register_words,
+    scaled_pairs_asm,
     table_values,
 )
 from manylora_worker.models.cuda.kernels.nf4_rows import Nf4Rows
@@ -146,7 +148,7 @@ def _product_kernel(
     x_ptr, words_ptr, absmax_ptr, table_ptr, lookup_ptr, bias_ptr, y_ptr, parts_ptr, arrivals_ptr,
     num_rows, out_features, num_blocks, blocks_per_split,
     ROWS: tl.constexpr, OUTS: tl.constexpr, BLOCKS: tl.constexpr, SPLITS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, INTERPRETED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, PAIRS_ASM: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """y[row, out] for OUTS outputs and all rows; program (tile of outputs, split of the inputs).
 
@@ -253,20 +255,28 @@ _LARGEST_SPLIT = 16
 _DEQUANTIZE_BLOCKS = 32
 
 
-class Nf4Workspace:
-    """Tables and room for split products on one device, 9 MB. Products that share it follow each other on one stream
-    (graphs included).
+class TileWorkspace:
+    """Tables and room for `product_by_tiles` on one device, 9 MB. Products that share it follow each other on one
+    stream (graphs included).
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.rows = Nf4Rows.where_it_runs(PAIR_BITS, device)  # None where the Triton kernels have to do its work
+    def __init__(self, device: torch.device, values: Sequence[float]) -> None:
+        """values: of the 16 codes."""
         largest = max(tile.rows * tile.outs for tile in _PRODUCT_TILES)
         self.parts = torch.empty(2 * _PROGRAMS_WANTED * largest, dtype=torch.float32, device=device)
         self.arrivals = torch.zeros(_PROGRAMS_WANTED, dtype=torch.int32, device=device)
-        self.codebook = torch.tensor(CODEBOOK, dtype=torch.float32, device=device)
+        self.codebook = torch.tensor(values, dtype=torch.float32, device=device)
+        bits = tuple(bf16_bits(value) for value in values)
+        self.lookup = _int32_tensor(register_words(bits), device)
+        self.pairs_asm = scaled_pairs_asm(bits)
+
+
+class Nf4Workspace(TileWorkspace):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, CODEBOOK)
+        self.rows = Nf4Rows.where_it_runs(PAIR_BITS, device)  # None where the Triton kernels have to do its work
         self.reduction_codebook = torch.tensor(REDUCTION_CODEBOOK, dtype=torch.float32, device=device)
         self.reduction_lookup = _int32_tensor(register_words(REPEATED_BITS), device)
-        self.product_lookup = _int32_tensor(register_words(PAIR_BITS), device)
 
 
 def _int32_tensor(words: list[int], device: torch.device) -> Tensor:
@@ -306,7 +316,7 @@ def product_by_reduction(
 
 
 def product_by_tiles(
-    x: Tensor, weight: Nf4Weight, workspace: Nf4Workspace, bias: Tensor | None = None, out: Tensor | None = None
+    x: Tensor, weight: Nf4Weight, workspace: TileWorkspace, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """As `product_by_reduction`, for at most 64 rows of bf16. Sums do not depend on the other rows."""
     num_rows, out = _checked(x, weight, out, limit=_PRODUCT_TILES[-1].rows)
@@ -314,11 +324,12 @@ def product_by_tiles(
     num_tiles = triton.cdiv(weight.out_features, tile.outs)
     splits, blocks_per_split = _split(num_tiles, weight.in_features // BLOCK_SIZE, tile.blocks)
     _product_kernel[(num_tiles, splits)](
-        x, weight.codes.view(torch.int32), weight.absmax, workspace.codebook, workspace.product_lookup,
+        x, weight.codes.view(torch.int32), weight.absmax, workspace.codebook, workspace.lookup,
         x if bias is None else bias, out, workspace.parts, workspace.arrivals,
         num_rows, weight.out_features, weight.in_features // BLOCK_SIZE, blocks_per_split,
         ROWS=tile.rows, OUTS=tile.outs, BLOCKS=tile.blocks, SPLITS=splits, HAS_BIAS=bias is not None,
-        EVEN=weight.in_features // BLOCK_SIZE % tile.blocks == 0, INTERPRETED=_interpreted(),
+        EVEN=weight.in_features // BLOCK_SIZE % tile.blocks == 0, PAIRS_ASM=workspace.pairs_asm,
+        INTERPRETED=_interpreted(),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out

@@ -84,10 +84,10 @@ def _floats_asm() -> str:
     return "{ " + " ".join(lines) + " }"
 
 
-def _scaled_pairs_asm() -> str:
-    # $0..$7: 8 bf16 of the word $8, multiplied by $13 (float32, rounded to bf16 first); $9..$12 table words
+def scaled_pairs_asm(entries: tuple[int, ...]) -> str:
+    """$0..$7: 8 bf16 of the word $8, multiplied by $13 (float32, rounded to bf16 first); $9..$12 `register_words`."""
     lines = [".reg .b32 r, scale;", "cvt.rn.bf16x2.f32 scale, $13, $13;"]
-    lines += _lookup_asm(PAIR_BITS, "$8", ("$9", "$10", "$11", "$12"))
+    lines += _lookup_asm(entries, "$8", ("$9", "$10", "$11", "$12"))
     for pair in range(4):
         half = pair // 2
         lines.append(f"prmt.b32 r, l{half}, h{half}, {_PAIR_SELECTORS[pair % 2]:#06x};")
@@ -98,7 +98,6 @@ def _scaled_pairs_asm() -> str:
 
 FLOATS_ASM = tl.constexpr(_floats_asm())
 FLOATS_CONSTRAINTS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 5))
-PAIRS_ASM = tl.constexpr(_scaled_pairs_asm())
 PAIRS_CONSTRAINTS = tl.constexpr(",".join(["=h"] * 8 + ["r"] * 6))
 
 
