@@ -171,6 +171,7 @@ def build_rank(config: WorkerConfig, group: RankGroup | None, notify: Callable[[
         sampling_defaults=sampling_defaults(model_folder(config.model)),
         longest_context_tokens=spec.longest_context_tokens if weights is not None else 0,
         shape=_shape(loaded),
+        rotation=spec.rotation,
     )
     validator = ThreadValidator(
         store,
