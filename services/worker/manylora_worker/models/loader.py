@@ -52,7 +52,7 @@ from manylora_worker.models.probe import AttentionTraits, probe
 from manylora_worker.models.quantized.install import ShippedCodes, keep_int4, quantize_to_fp8, quantize_to_nf4
 from manylora_worker.models.quantized.schemes import Scheme
 from manylora_worker.models.quantized.shipped import check_modules, read_shipped
-from manylora_worker.models.ranks.cuts import cut_head, cut_linears
+from manylora_worker.models.ranks.cuts import cut_codes, cut_head, cut_linears
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.models.rope import base_rope
 from manylora_worker.weights.sites import ExpertShape, Site, Slot, TokenBase, WholeNames
@@ -215,17 +215,13 @@ def load_model(
     # The whole model may be more than one device of several holds.
     place = device if group is None else "cpu"
     scheme = shipped_scheme(folder)
-    if group is not None and scheme is not None and quantization in ("fp8", "int4"):
-        raise ModelRefused(
-            f"--tensor-parallel {group.size}: weights that are shipped quantized are not shared as they are: "
-            f"start without --quantization {quantization}, or take the model's unquantized weights"
-        )
     model, left_out, codes = _instantiate(
         folder, config, dtype, place, quantization if quantization != "nf4" or by_bitsandbytes else "none", scheme
     )
     modules = linear_modules(model)
     if group is not None:
         cut_linears(model, group)
+        codes = codes and cut_codes(codes, group)
         model = model.to(device)
     loaded = prepare_model(
         model,
