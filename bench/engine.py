@@ -43,9 +43,8 @@ import torch
 import transformers
 import triton
 from manylora_shared.composition import Part, key_of
-from manylora_shared.ids import AdapterKey, AdapterUid
+from manylora_shared.ids import AdapterKey
 from manylora_shared.process.heap import freeze_started
-from manylora_shared.stores.adapter_rope import RopeScaling
 from manylora_worker.kinds.api import PENDING_TOKEN, Sampling, SequenceChunk, StepBatch
 from manylora_worker.models.checkpoint import Quantization
 from manylora_worker.models.cuda.runner import DeviceLimits, DeviceModelRunner
@@ -53,20 +52,12 @@ from manylora_worker.models.decoder_weights import read_decoder
 from manylora_worker.models.layers.attention import ATTENTION, register_attention
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.loader import LoadedModel, prepare_model
-from manylora_worker.models.quantized.linear import QuantizedLinear
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.weights.host_memory import HostMemory
-from manylora_worker.weights.layout import (
-    Extras,
-    HostAdapter,
-    VectorKind,
-    elements_of,
-    elements_with,
-    lay_out,
-    place_vectors,
-)
-from manylora_worker.weights.sites import ExpertShape
+from manylora_worker.weights.layout import HostAdapter
 
+from bench.engine_adapters import Kind, Resident, make_adapter, make_of_kind, rank_of
+from bench.engine_floor import Floor
 from bench.shapes import SHAPES, random_model, random_share, shipped_codes
 
 GIB = 1 << 30
@@ -107,18 +98,6 @@ def make_model(shape: str, quantization: Quantization, group: RankGroup | None =
     model.eval().requires_grad_(False)
     codes = shipped_codes(model) if quantization == "int4" else None
     return prepare_model(model, name=shape, quantization=quantization, codes=codes)
-
-
-def make_adapter(loaded: LoadedModel, index: int, rank: int, expert_rank: int = -1) -> HostAdapter:
-    ranks = {
-        slot.path: expert_rank if site.experts and expert_rank >= 0 else rank
-        for site in loaded.sites
-        for slot in site.slots
-    }
-    layout = lay_out(loaded.sites, {path: each for path, each in ranks.items() if each})
-    generator = torch.Generator("cuda").manual_seed(index)
-    buffer = torch.randn(elements_of(layout), device="cuda", dtype=torch.bfloat16, generator=generator).mul_(0.02)
-    return HostAdapter(AdapterUid(f"adapter-{rank}-{index}"), buffer, layout)
 
 
 def make_chunk(
@@ -163,8 +142,7 @@ class Bench:
         weights = read_decoder(self.loaded)
         assert weights is not None
         spec = self.loaded.spec
-        token_bytes = spec.kv.token_bytes(torch.bfloat16)
-        block_bytes = token_bytes * options.block_size
+        block_bytes = spec.kv.token_bytes(torch.bfloat16) * options.block_size
         kv_tokens = max(max(self.batches) * (options.context + 64), 16 * 1024)
         num_kv = kv_tokens // options.block_size + 600
         mixes_ranks = bool({"mixed-rank", "decode-composed", "decode-kinds"} & set(options.cases.split(",")))
@@ -178,18 +156,9 @@ class Bench:
         cache.flat[: num_kv * block_bytes // 2].normal_()
         limits = DeviceLimits(max_rows=8192, max_sequences=max(self.batches), adapter_slots=256, max_rank=64)
         self.runner = DeviceModelRunner(self.loaded, weights, cache, limits, num_kv_blocks=num_kv)
-        self.weight_bytes = sum(
-            p.nbytes for name, p in self.loaded.model.named_parameters() if "embed_tokens" not in name
-        )
-        self.weight_bytes += sum(m.weight_bytes for m in self.loaded.model.modules() if isinstance(m, QuantizedLinear))
-        self.weight_elements = sum(
-            p.numel() for name, p in self.loaded.model.named_parameters() if p.dim() == 2 and "embed" not in name
-        )
-        self.weight_elements += sum(3 * e.hidden * e.width * e.top_k for e in spec.experts.values())
-        self.token_bytes = token_bytes
+        self.floor = Floor(self.loaded, options.tensor_parallel)
         self.blocks = torch.randperm(num_kv).tolist()
-        self.adapters: dict[int, list[HostAdapter]] = {}
-        self.sizes: dict[AdapterUid, int] = {}
+        self.adapters = Resident(self.loaded, self.runner, options.expert_rank)
         self.print(case="start", seconds=round(time.perf_counter() - started, 1), arena_gib=cache.size_bytes / GIB)
 
     def print(self, **values: Any) -> None:
@@ -199,24 +168,6 @@ class Bench:
             values = {"tensor_parallel": self.group.size, "all_reduce": self.options.all_reduce, **values}
         line = {"bench": "engine", "shape": self.options.shape, "quantization": self.options.quantization, **values}
         print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}), flush=True)
-
-    def adapters_of(self, ranks: Sequence[int]) -> list[HostAdapter]:
-        """One resident adapter for each entry of `ranks`."""
-        taken: dict[int, int] = {}
-        found = []
-        for rank in ranks:
-            have = self.adapters.setdefault(rank, [])
-            index = taken.get(rank, 0)
-            taken[rank] = index + 1
-            if index == len(have):
-                adapter = make_adapter(self.loaded, index, rank, self.options.expert_rank)
-                self.runner.reserve_adapter(adapter)
-                self.runner.fill_adapter(adapter)
-                empty = torch.empty(0, dtype=torch.bfloat16)
-                have.append(HostAdapter(adapter.uid, empty, adapter.layout))
-                self.sizes[adapter.uid] = adapter.size_bytes
-            found.append(have[index])
-        return found
 
     def batch(self, rows: int, adapters: Sequence[HostAdapter], parts_a_row: int = 1) -> StepBatch:
         context, size = self.options.context, self.options.block_size
@@ -259,13 +210,10 @@ class Bench:
         replay = self.runner.graph_of(batch)
         device_ms = time_events(replay.replay, options.steps)
         distinct = {a.uid: a for a in adapters[: rows * parts_a_row]}
-        floor_bytes = self.weight_bytes + rows * options.context * self.token_bytes
-        floor_bytes -= self.idle_bytes(rows)
-        floor_bytes += sum(self.sizes[uid] for uid in distinct)
-        rows_of_each = rows * parts_a_row / max(1, len(distinct))
-        floor_bytes -= sum(self.idle_adapter_bytes(each, rows_of_each) for each in distinct.values())
+        read = [(each, self.adapters.sizes[uid]) for uid, each in distinct.items()]
+        floor_bytes = self.floor.step_bytes(rows, options.context, read, rows * parts_a_row / max(1, len(distinct)))
         floor_ms = floor_bytes / options.read_tb_s / 1e9
-        ranks = sorted({self.rank_of(a) for a in adapters})
+        ranks = sorted({rank_of(a) for a in adapters})
         self.print(
             case=case,
             batch=rows,
@@ -282,25 +230,12 @@ class Bench:
         if f"{case}:{rows}" in options.profile.split(","):
             profile(replay.replay)
 
-    def idle_bytes(self, rows: int) -> float:
-        """Of experts that no row goes to."""
-        experts = self.loaded.spec.experts.values()
-        return sum(2 * 3 * e.experts * e.hidden * e.width * _idle_share(e, rows) for e in experts)
-
-    def idle_adapter_bytes(self, adapter: HostAdapter, rows: float) -> float:
-        shape = next(iter(self.loaded.spec.experts.values()), None)
-        if shape is None:
-            return 0.0
-        placed = [each for each in adapter.layout if each.experts]
-        held = sum(each.a.rows * each.a.columns + sum(b.rows * b.columns for *_, b in each.slots) for each in placed)
-        return 2 * held * _idle_share(shape, rows)
-
     def compose(self, rows: int) -> None:
         """Rows of two adapters each, and rows with one of their ranks together."""
         rank, count = self.options.rank, min(rows, self.options.adapters // 2)
-        alone = self.adapters_of([2 * rank] * count)
+        alone = self.adapters.of([2 * rank] * count)
         self.decode("composed/alone", rows, alone)
-        parts = self.adapters_of([rank] * 2 * count)
+        parts = self.adapters.of([rank] * 2 * count)
         self.decode("composed/pairs", rows, parts, parts_a_row=2)
 
     def kinds(self, rows: int) -> None:
@@ -308,22 +243,13 @@ class Bench:
         second; with gains (DoRA) in every second.
         """
         rank, count = self.options.rank, min(rows, self.options.adapters)
-        plain = self.adapters_of([rank] * count)
+        plain = self.adapters.of([rank] * count)
         self.decode("kinds/plain", rows, plain)
-        rope = RopeScaling((("factor", 4.0), ("rope_type", "linear")), 4 * self.options.context)
-        sites = [(site.index, slot) for site in self.loaded.sites for slot in range(len(site.slots))]
-        for kind, vectors in (("rotated", []), ("gains", [(VectorKind.MAGNITUDE, *each) for each in sites])):
-            half: list[HostAdapter] = []
-            for index in range((count + 1) // 2):
-                adapter = make_adapter(self.loaded, index, rank)
-                placed = place_vectors(vectors, adapter.layout, self.loaded.sites)
-                extras = Extras(rope if kind == "rotated" else None, vectors=placed)
-                room = torch.ones(elements_with(adapter.layout, extras), device="cuda", dtype=torch.bfloat16)
-                room[: adapter.buffer.numel()] = adapter.buffer
-                half.append(HostAdapter(AdapterUid(f"{adapter.uid}-{kind}"), room, adapter.layout, extras))
-                self.sizes[half[-1].uid] = half[-1].size_bytes
-                self.runner.reserve_adapter(half[-1])
-                self.runner.fill_adapter(half[-1])
+        kinds: tuple[Kind, ...] = ("rotated", "gains")
+        for kind in kinds:
+            half = [make_of_kind(self.loaded, i, rank, kind, self.options.context) for i in range((count + 1) // 2)]
+            for adapter in half:
+                self.adapters.put(adapter)
             mixed = [each for pair in zip(half, plain[1::2] or half, strict=False) for each in pair][:count]
             self.decode(f"kinds/{kind}", rows, mixed)
             for adapter in half:
@@ -333,7 +259,7 @@ class Bench:
         """Rows of one adapter beside the base model, with it in the weights, and the base model's; both ways there and
         back twice, and whether logits are the same bit for bit.
         """
-        (adapter,) = self.adapters_of([self.options.rank])
+        (adapter,) = self.adapters.of([self.options.rank])
         batch = self.batch(rows, [])
         fixed = StepBatch([replace(chunk, token_ids=[chunk.sequence_id]) for chunk in batch.chunks])
         before, merged = self.runner.logits(fixed), []
@@ -360,10 +286,6 @@ class Bench:
         torch.cuda.synchronize()
         return time.perf_counter() - started, calls
 
-    def rank_of(self, adapter: HostAdapter) -> int:
-        _, start, stop, _ = adapter.layout[0].slots[0]
-        return stop - start
-
     def prefill(self, case: str, prompts: int, tokens: int, adapters: Sequence[HostAdapter]) -> None:
         options = self.options
         blocks = -(-tokens // options.block_size)
@@ -381,17 +303,11 @@ class Bench:
         self.runner.submit(batch).result()
         ms = time_events(lambda: self.runner.submit(batch), 5)
         rows = prompts * tokens
-        config = self.loaded.model.config
-        size = options.tensor_parallel
-        head = config.vocab_size * config.hidden_size // size
-        flops = 2 * (self.weight_elements - head) * rows + 2 * head * prompts
-        flops += (
-            2 * rows * tokens * config.num_attention_heads * self.loaded.spec.kv.head_dim * config.num_hidden_layers
-        ) // size
+        flops = self.floor.prefill_flops(prompts, tokens)
         tflops = flops / ms / 1e9
         self.print(
             case=case, batch=prompts, context=tokens, adapters=len(adapters),
-            rank=self.rank_of(adapters[0]) if adapters else 0, ms_per_step=ms, tokens_per_s=rows / ms * 1e3,
+            rank=rank_of(adapters[0]) if adapters else 0, ms_per_step=ms, tokens_per_s=rows / ms * 1e3,
             floor_ms=flops / options.matrix_tflops / 1e9, fraction=tflops / options.matrix_tflops, tflops=tflops,
         )  # fmt: skip
         if f"{case}:{prompts}" in options.profile.split(","):
@@ -402,7 +318,7 @@ class Bench:
         options, spec = self.options, self.loaded.spec
         weights = read_decoder(self.loaded)
         assert weights is not None
-        block_bytes = self.token_bytes * options.block_size
+        block_bytes = self.floor.token_bytes * options.block_size
         num_adapter = int(1.2 * num_adapters * make_adapter(self.loaded, 0, options.rank).size_bytes / block_bytes)
         cache = KvCache(
             spec.kv, num_blocks=num_kv + num_adapter, block_size=options.block_size, dtype=torch.bfloat16,
@@ -471,15 +387,15 @@ class Bench:
             if case == "prefill":
                 self.prefill("prefill-base", 16, 512, [])
                 self.prefill("prefill-base", 1, 8192, [])
-                self.prefill("prefill-distinct", 16, 512, self.adapters_of([options.rank] * 16))
+                self.prefill("prefill-distinct", 16, 512, self.adapters.of([options.rank] * 16))
                 continue
             for rows in self.batches:
                 if case == "decode-base":
                     self.decode(case, rows, [])
                 elif case == "decode-one":
-                    self.decode(case, rows, self.adapters_of([options.rank]))
+                    self.decode(case, rows, self.adapters.of([options.rank]))
                 elif case == "decode-distinct":
-                    self.decode(case, rows, self.adapters_of([options.rank] * min(rows, options.adapters)))
+                    self.decode(case, rows, self.adapters.of([options.rank] * min(rows, options.adapters)))
                 elif case == "decode-composed":
                     self.compose(rows)
                 elif case == "decode-kinds":
@@ -488,13 +404,9 @@ class Bench:
                     self.merge(rows)
                 elif case == "mixed-rank":
                     count = min(rows, options.adapters)
-                    self.decode(case, rows, self.adapters_of([MIXED_RANKS[i % 4] for i in range(count)]))
+                    self.decode(case, rows, self.adapters.of([MIXED_RANKS[i % 4] for i in range(count)]))
                 else:
                     sys.exit(f"--cases: {case} is not one of the cases")
-
-
-def _idle_share(shape: ExpertShape, rows: float) -> float:
-    return float((1 - shape.top_k / shape.experts) ** rows)
 
 
 def time_events(call: Any, repetitions: int) -> float:

@@ -116,6 +116,7 @@ class QuotaBreach:
     tenant_id: str
     limit: int  # in the quota's own unit; of a bucket its rate a second
     description: str
+    capacity: int = 0  # of a bucket: the most that it holds
 
 
 class ManyloraError(Exception):

@@ -31,6 +31,16 @@ from tests.cli.test_adapter_page import REPORT
 VERSION = "ab" * 32
 
 
+UNIT_PRICES = [
+    usage_pb2.UnitPrices(
+        day="2026-10-01", from_unix_s=1_790_812_800.0, million_prompt_tokens=100_000_000, adapter_load=1_000
+    ),
+    usage_pb2.UnitPrices(
+        day="2026-11-20", from_unix_s=1_795_132_800.0, million_prompt_tokens=200_000_000, gb_hour_kv=2_000_000_000
+    ),
+]
+
+
 @dataclass
 class FakeRouter:
     """Answers `generate` with the prompt in upper case, a word a frame. Some prompts fail on purpose (see `_fail`)."""
@@ -46,6 +56,7 @@ class FakeRouter:
     checks: list[tuple[admin_pb2.AddAdapterHeader, dict[str, bytes]]] = field(default_factory=list)
     samples: dict[tuple[str, str], bytes] = field(default_factory=dict)
     line_changes: list[Any] = field(default_factory=list)
+    has_no_prices: bool = False
     usage_asked: list[usage_pb2.GetUsageRequest] = field(default_factory=list)
     largest_chunk_bytes: int = 0
     failures_left: int = 0
@@ -119,6 +130,10 @@ class FakeRouter:
 
     async def get_usage(self, request: usage_pb2.GetUsageRequest, call: ServerCall) -> usage_pb2.GetUsageResponse:
         self.usage_asked.append(request)
+        if request.unit_prices:
+            return usage_pb2.GetUsageResponse(
+                currency="EUR", price_list="public", unit_prices=[] if self.has_no_prices else UNIT_PRICES
+            )
         amounts = {"prompt_tokens": 1234, "completion_tokens": 56, "price_nanos": 1_500_000, "kv_byte_seconds": 7.2e12}
         if request.by or request.total:
             fields = {"version": "adapter_version", "class": "qos_class"}

@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 from manylora.reports.usage_page import Reconciled, TenantMonth, amount, usage_page
+from manylora_shared.ledger.prices import PriceList, Prices
 
 
 def _sum(**words: Any) -> dict[str, Any]:
@@ -35,6 +36,20 @@ def test_a_tenants_month() -> None:
     assert "<b class='bad'>+2</b>; 7 more of requests whose router died" in page
     assert "<h1>&lt;b&gt;</h1>" in page
     assert "Nobody used anything" in usage_page("2026-11", "", [], None)
+
+
+def test_unit_prices_of_a_months_versions() -> None:
+    versions = (
+        Prices(1.0, "2026-10-01", million_prompt_tokens=200_000_000),
+        Prices(2.0, "2026-11-20", million_prompt_tokens=1_500_000_000, adapter_load=100_000),
+    )
+    page = usage_page("2026-11", "EUR", [TenantMonth("acme", _sum())], None, PriceList("<public>", "EUR", versions))
+    assert "<h2>Unit prices: &lt;public&gt;, EUR</h2>" in page
+    assert "<th class='n'>from 2026-10-01</th><th class='n'>from 2026-11-20</th>" in page
+    cells = "</td><td class='n'>0.2</td><td class='n'>1.5</td></tr>"
+    assert f"million prompt tokens that were not cached{cells}" in page
+    assert "load of an adapter</td><td class='n'>0</td><td class='n'>0.0001</td></tr>" in page
+    assert "Unit prices" not in usage_page("2026-11", "EUR", [TenantMonth("acme", _sum())], None)
 
 
 def test_amounts_are_as_people_read_them() -> None:

@@ -20,10 +20,21 @@ async def test_a_months_report(manylora: Manylora, router: FakeRouter, tmp_path:
     assert (list(asked.by), asked.since_unix_s, asked.until_unix_s) == (["tenant"], 1_793_491_200.0, 1_796_083_200.0)
     (row,) = csv.DictReader(lines.read_text().splitlines())
     assert (row["tenant"], row["day"], row["prompt_tokens"]) == ("acme", "2026-11-25", "1234")
+    assert (row["price_list"], row["currency"]) == ("public@2026-11-20", "EUR")
+    assert (row["unit_million_prompt_tokens"], row["unit_gb_hour_kv"], row["unit_adapter_load"]) == ("0.2", "2", "0")
+    assert "unit prices of public, EUR" in out.stdout
     assert "<h1>acme</h1>" in page.read_text()
     assert "Reconciled with the quotas" in page.read_text()
     out = await manylora("usage", "report", "--month", "November")
     assert (out.exit_code, "--month: 'November' is no month" in out.stderr) == (2, True)
+
+
+async def test_a_report_without_a_price_list(manylora: Manylora, router: FakeRouter, tmp_path: Path) -> None:
+    router.has_no_prices = True
+    lines = tmp_path / "bill.csv"
+    out = await manylora("usage", "report", "--month", "2026-11", "--csv", str(lines))
+    assert "unit price" not in out.stdout
+    assert "unit_" not in lines.read_text()
 
 
 async def test_books_that_differ_are_told(manylora: Manylora) -> None:

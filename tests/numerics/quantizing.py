@@ -5,10 +5,12 @@ Each of `FORMATS` writes a folder and returns the weights that it stands for, in
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from manylora_worker.models.loader import LoadedModel
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.numerics.adapters import Reference
+from tests.numerics.conftest import Family
 from tests.numerics.driver import Driver, Stream, make_runner, put_adapter
 from tests.numerics.test_checkpoint import logits_of
 
@@ -143,6 +147,22 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Write]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}, awq),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False}, gptq),
     "gptq-sym": ({"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": True, "desc_act": False}, symmetric_gptq),
+    "fp8-16": (
+        {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 16]},
+        partial(in_blocks, rows=16, columns=16),
+    ),
+    "awq-16": (
+        {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True},
+        partial(awq, size=16),
+    ),
+    "fp8-128": (
+        {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+        partial(in_blocks, rows=128, columns=128),
+    ),
+    "awq-64": (
+        {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True},
+        partial(awq, size=64),
+    ),
     "gptq-desc-act": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}, shuffled_gptq),
 }  # fmt: skip
 
@@ -163,6 +183,14 @@ def ship(source: Path, folder: Path, name: str) -> dict[str, Tensor]:
         tensors |= {f"{path}.{part}": value for part, value in parts.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return stands_for
+
+
+def shipped_family(family: Family, folder: Path, name: str) -> Family:
+    """The family in that format, and as reference the weights that it stands for. folder: of the model's name."""
+    stands_for = ship(family.folder, folder, name)
+    model = AutoModelForCausalLM.from_pretrained(family.folder, dtype=torch.float32, attn_implementation="eager")
+    model.load_state_dict(stands_for, strict=False)
+    return dataclasses.replace(family, folder=folder, reference=Reference(model.eval(), family.adapters))
 
 
 def check_with_adapter(loaded: LoadedModel, reference: PreTrainedModel, adapter: Path, *, atol: float) -> None:

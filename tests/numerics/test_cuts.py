@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from manylora_worker.models.checkpoint import ModelRefused
-from manylora_worker.models.ranks.cuts import check_cuts, is_summed
+from manylora_worker.models.quantized.fp8 import joined as fp8_joined
+from manylora_worker.models.quantized.install import ShippedCodes
+from manylora_worker.models.quantized.int4 import joined as int4_joined
+from manylora_worker.models.ranks.cuts import check_cuts, cut_codes, is_summed
 from manylora_worker.weights.packing import ModuleWeights, Packing, StoredMatrix
 from manylora_worker.weights.sites import Site, Slot
 from transformers import LlamaConfig, Phi3Config
@@ -28,6 +31,34 @@ def test_only_layers_that_write_the_residual_stream_are_summed() -> None:
     assert is_summed("model.layers.0.self_attn.o_proj")
     assert is_summed("model.layers.0.mlp.down_proj")
     assert not is_summed("model.layers.0.mlp.up_proj")
+
+
+class _Ranks:
+    """What a cut asks of a group."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.size = rank, 2
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_codes_are_cut_as_their_weights_are(groups: int) -> None:
+    torch.manual_seed(0)
+    inputs, size = 32, 32 // groups
+    int4 = (torch.randint(256, (6, 16), dtype=torch.uint8), torch.rand(6, groups), torch.rand(6, groups))
+    fp8 = (torch.randn(6, inputs).to(torch.float8_e4m3fn), torch.rand(6, groups))
+
+    def rebuilt(path: str, shipped: ShippedCodes) -> torch.Tensor:
+        parts = shipped.by_path[path]
+        if len(parts) == 3:
+            return int4_joined([parts], torch.device("cpu")).dequantized(torch.float32)
+        return fp8_joined([parts], shipped.inputs_of_scale, torch.device("cpu")).dequantized(torch.float32)
+
+    for parts in (int4, fp8):
+        whole = ShippedCodes({"up_proj": parts, "down_proj": parts}, 0 if groups == 1 else size)
+        ranks = [cut_codes(whole, _Ranks(rank)) for rank in range(2)]  # type: ignore[arg-type]
+        expected = rebuilt("up_proj", whole)
+        assert torch.equal(torch.cat([rebuilt("up_proj", each) for each in ranks]), expected)
+        assert torch.equal(torch.cat([rebuilt("down_proj", each) for each in ranks], 1), expected)
 
 
 @pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "at an odd byte"])

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.numerics.adapters import Reference
 from tests.numerics.conftest import FamilyOf
 from tests.numerics.driver import Driver, Stream, make_runner
-from tests.numerics.quantizing import check_with_adapter, ship
-from tests.numerics.two_ranks import check_logprobs
+from tests.numerics.quantizing import check_with_adapter, ship, shipped_family
+from tests.numerics.two_ranks import check_logprobs, shared_by_two
 
 PROMPT = list(range(3, 20))
 
@@ -66,6 +66,20 @@ def test_two_ranks_have_the_weights_of_one(family_of: FamilyOf, tmp_path: Path) 
     family = family_of("llama")
     reference = Reference(reference_of(family.folder).eval(), family.adapters)
     check_logprobs(replace(family, reference=reference), tmp_path, "cpu", 1e-3, quantization="fp8")
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["fp8-16", "fp8-channel", "fp8-tensor"])
+def test_two_ranks_keep_what_is_shipped(family_of: FamilyOf, tmp_path: Path, name: str) -> None:
+    family = shipped_family(family_of("llama"), tmp_path / "tiny-llama", name)
+    check_logprobs(family, tmp_path, "cpu", 1e-3, quantization="fp8")
+
+
+def test_blocks_that_two_ranks_would_tear_are_refused(family_of: FamilyOf, tmp_path: Path) -> None:
+    family = shipped_family(family_of("llama"), tmp_path / "tiny-llama", "fp8")
+    torn = r"--tensor-parallel 2: model.layers.0.mlp.down_proj: 48 of its 96 inputs a rank are no whole groups of 32"
+    with pytest.raises(ModelRefused, match=torn), shared_by_two(family, tmp_path, "cpu", quantization="fp8"):
+        pass
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-channel", "fp8-tensor"])

@@ -13,7 +13,8 @@ from manylora_worker.models.torch.decoder import trusted_weights
 from transformers import AutoModelForCausalLM
 
 from tests.numerics.conftest import FamilyOf
-from tests.numerics.quantizing import check_with_adapter, ship
+from tests.numerics.quantizing import check_with_adapter, ship, shipped_family
+from tests.numerics.two_ranks import check_logprobs, shared_by_two
 
 PROMPT = list(range(3, 20))
 
@@ -45,6 +46,19 @@ def test_an_engine_equals_the_weights_that_were_shipped(family_of: FamilyOf, tmp
     reference = AutoModelForCausalLM.from_pretrained(family.folder, dtype=torch.float32, attn_implementation="eager")
     reference.load_state_dict(stands_for, strict=False)
     check_with_adapter(loaded, reference, family.adapters["all-linear"], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["awq-16", pytest.param("gptq-sym", marks=pytest.mark.wide)])
+def test_two_ranks_have_the_weights_of_one(family_of: FamilyOf, tmp_path: Path, name: str) -> None:
+    family = shipped_family(family_of("llama"), tmp_path / "tiny-llama", name)
+    check_logprobs(family, tmp_path, "cpu", 1e-3, quantization="int4")
+
+
+def test_groups_that_two_ranks_would_tear_are_refused(family_of: FamilyOf, tmp_path: Path) -> None:
+    family = shipped_family(family_of("llama"), tmp_path / "tiny-llama", "awq")
+    torn = r"--tensor-parallel 2: model.layers.0.mlp.down_proj: 48 of its 96 inputs a rank are no whole groups of 32"
+    with pytest.raises(ModelRefused, match=torn), shared_by_two(family, tmp_path, "cpu", quantization="int4"):
+        pass
 
 
 @pytest.mark.parametrize(

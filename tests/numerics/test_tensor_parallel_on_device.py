@@ -12,8 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from manylora_shared.ids import QosClass, RequestId, TenantId
+from manylora_worker.adapters.cache import AdapterCacheLimits
+from manylora_worker.engine.core import EngineCore, EngineLimits
+from manylora_worker.kinds.api import EngineRequest, Sampling
+from manylora_worker.models.loader import load_model
+from manylora_worker.planning.step_planner import PlannerLimits
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.numerics.conftest import FamilyOf
+from tests.numerics.adapters import Reference, recipes, save_adapter
+from tests.numerics.conftest import Family, FamilyOf
+from tests.numerics.families import VOCAB_SIZE
+from tests.numerics.quantizing import shipped_family
 from tests.numerics.two_ranks import SHARED_FAMILIES, check_fight, check_logprobs, shared_by_two
 
 pytestmark = [
@@ -30,6 +40,56 @@ def test_logprobs_are_the_references(family_of: FamilyOf, name: str, tmp_path: P
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_outputs_are_the_references_whatever_befalls(family_of: FamilyOf, name: str, tmp_path: Path) -> None:
     check_fight(family_of(name), tmp_path, "cuda")
+
+
+def wide_family(folder: Path) -> Family:
+    """Whose halves are whole groups of 64 inputs."""
+    torch.manual_seed(4)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.1, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder / "tiny-llama")
+    model.name_or_path = "someone/tiny-llama"
+    adapters = {
+        name: save_adapter(model, folder / name, seed, **recipes("llama")[name])
+        for seed, name in enumerate(("all-linear", "all-linear-b", "rank-1"))
+    }
+    loaded = load_model(str(folder / "tiny-llama"))
+    return Family("llama", folder / "tiny-llama", adapters, loaded, Reference(model.eval(), adapters))
+
+
+@pytest.mark.parametrize(("name", "quantization"), [("awq-64", "int4"), ("gptq-sym", "int4"), ("fp8-128", "fp8")])
+def test_codes_that_are_shipped_are_shared(tmp_path: Path, name: str, quantization: str) -> None:
+    family = shipped_family(wide_family(tmp_path / "plain"), tmp_path / "tiny-llama", name)
+    check_logprobs(family, tmp_path, "cuda", 1e-3, quantization=quantization)
+
+
+@pytest.mark.parametrize(("name", "quantization"), [("awq-64", "int4"), ("gptq-sym", "int4"), ("fp8-128", "fp8")])
+def test_kernels_multiply_with_a_ranks_codes(tmp_path: Path, name: str, quantization: str) -> None:
+    """In bf16, of a prompt that they take and of one whose rows rebuild the weight."""
+    family = shipped_family(wide_family(tmp_path / "plain"), tmp_path / "tiny-llama", name)
+    limits = EngineLimits(PlannerLimits(512, 512, 10), AdapterCacheLimits(1 << 30, 8 << 20), max_requests=8)
+    with shared_by_two(
+        family, tmp_path, "cuda", dtype="bfloat16", quantization=quantization, max_batch_tokens=512, num_blocks=200
+    ) as parts:
+        core = EngineCore(parts.runner, parts.backend, limits)
+        for count in (7, 100):
+            prompt = [3 + (7 * i) % 50 for i in range(count)]
+            sampling = Sampling(temperature=0.0, top_logprobs=8)
+            request = EngineRequest(
+                RequestId(f"{count}"), TenantId("t"), QosClass.BATCH, None, tuple(prompt), 2, sampling
+            )
+            core.add(request, 0.0)
+            told = []
+            while core.has_work():
+                told += [dict(each.top) for output in core.step(0.0) for each in output.logprobs]
+            core.take_ended()
+            expected = torch.log_softmax(family.reference.logits(prompt, None)[-1], -1)
+            assert told[0] == pytest.approx({token: float(expected[token]) for token in told[0]}, abs=0.25)
+            assert abs(float(expected.max()) - max(told[0].values())) < 0.1
 
 
 _PROGRAM = """

@@ -9,6 +9,7 @@ import pytest
 from manylora.v1 import usage_pb2
 from manylora_router.admin.usage import MAX_READS
 from manylora_shared.errors import Code, RpcError
+from manylora_shared.ledger.prices import PriceList, Prices
 from manylora_shared.ledger.row import UsageRow
 from manylora_shared.ledger.usage import Query, Sum
 from router_fakes import ADMIN, RouterCluster, simulate, text_request, until
@@ -41,6 +42,20 @@ def test_rows_come_in_pages_and_sums_at_once() -> None:
         (total,) = (await _get(cluster, total=True)).rows
         assert total.requests == 3
         assert not (await _get(cluster, since_unix_s=rows[-1].ended_unix_s + 1)).rows
+
+    simulate(test)
+
+
+def test_unit_prices_are_told_in_the_place_of_rows() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        assert not (await _get(cluster, unit_prices=True)).unit_prices
+        versions = (Prices(100.0, "d1", million_prompt_tokens=7), Prices(200.0, "d2", adapter_load=9))
+        cluster.ledger.prices = PriceList("public", "EUR", versions)
+        told = await _get(cluster, unit_prices=True, until_unix_s=150.0)
+        assert (told.price_list, told.currency, len(told.rows)) == ("public", "EUR", 0)
+        (first,) = told.unit_prices
+        assert (first.day, first.million_prompt_tokens, first.adapter_load) == ("d1", 7, 0)
+        assert len((await _get(cluster, unit_prices=True)).unit_prices) == 2
 
     simulate(test)
 

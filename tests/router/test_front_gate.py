@@ -7,6 +7,7 @@ import random
 import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from manylora_router.front.gate import MAX_REQUEST_BYTES, Bounds, Gate, OwnBound
 from manylora_router.front.grpc import tenant_of
 from manylora_router.front.pace import bytes_pace
 from manylora_router.links.callers import Callers
-from manylora_shared.errors import Code, RpcError
+from manylora_shared.errors import Code, PermissionDenied, RpcError, Unauthenticated
 from manylora_shared.tenancy.identity import NewKey, bearer, new_key
 from manylora_shared.transport import handling
 from manylora_shared.transport.base import Channel, Service, Stream, methods_of
@@ -153,23 +154,55 @@ async def test_a_tenants_calls_leave_places_for_others() -> None:
         await until(lambda: not router.places.num_held)
 
 
+class _Counting(dict[str, Any]):
+    """Records, and how often they were looked up."""
+
+    looked_up = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.looked_up += 1
+        return super().get(key, default)
+
+
+class _Call:
+    def __init__(self, metadata: dict[str, str], peer: str = "ipv4:10.0.0.1:80") -> None:
+        self.metadata, self.peer = metadata, peer
+
+    def time_remaining(self) -> None:
+        return None
+
+
+async def test_a_key_is_looked_at_once_on_the_way_in() -> None:
+    key = key_of("acme")
+    inside = replace(key.record, networks=("10.0.0.0/8",))
+    records = _Counting({key.record.key_id: inside})
+    strangers: list[str] = []
+    callers = Callers(records.get, FakeClock(), on_stranger=strangers.append)
+    gate = Gate(callers, Bounds(), tenant_of=tenant_of, max_message_bytes=100, pace=bytes_pace(1 << 30))
+    enter = await gate.before_entering(_Call(bearer(key.key)))  # type: ignore[arg-type]
+    held = enter()
+    assert held.owner == "tenant acme"
+    held.release()
+    assert records.looked_up == 1
+    for metadata, peer, refusal in (
+        (bearer(key.key), "ipv4:11.0.0.1:80", PermissionDenied),
+        ({"authorization": "Bearer nobody"}, "ipv4:10.0.0.1:80", Unauthenticated),
+    ):
+        enter = await gate.before_entering(_Call(metadata, peer))  # type: ignore[arg-type]
+        with pytest.raises(refusal):
+            enter()
+    assert (records.looked_up, strangers) == (3, ["10.0.0.1"])
+    assert gate.bounds.places.num_held == 0
+
+
 async def test_tenants_enter_in_turn_and_all_strangers_in_one() -> None:
     router = Router(Places(1_000, kept=100))
     gate = router.service().gate
     assert gate is not None
     entered: list[str] = []
 
-    class Call:
-        peer = "ipv4:10.0.0.1:80"
-
-        def __init__(self, metadata: dict[str, str]) -> None:
-            self.metadata = metadata
-
-        def time_remaining(self) -> None:
-            return None
-
     async def enter(name: str, metadata: dict[str, str]) -> None:
-        await gate.before_entering(Call(metadata))
+        await gate.before_entering(_Call(metadata))
         entered.append(name)
 
     strangers = [{"authorization": f"Bearer {index}"} for index in range(100)]

@@ -9,6 +9,7 @@ import openai
 import pytest
 from http_fakes import http_front
 from manylora.v1 import common_pb2, scheduler_pb2, worker_pb2
+from manylora_shared.errors import Code
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from router_fakes import STARTED, finished, ids_of, say, tokens, until
 
@@ -140,6 +141,26 @@ async def test_answers_tell_what_is_left_of_quotas() -> None:
                 "x-ratelimit-reset-tokens": "7.8s",
             }
             await raw.http_response.aread()
+
+
+async def test_refusals_tell_the_limit_that_answers_tell() -> None:
+    async with http_front() as front, front.openai() as client:
+        breach = scheduler_pb2.QuotaBreach(
+            quota="classes.standard.token_bucket", tenant_id="acme", limit=100, description="d", capacity=900
+        )
+        front.cluster.scheduler.refusal = scheduler_pb2.Refusal(
+            code=int(Code.RESOURCE_EXHAUSTED), message="m", retry_after_s=2.0, breaches=[breach]
+        )
+        with pytest.raises(openai.RateLimitError) as refused:
+            await client.chat.completions.create(model="tiny", messages=HI)
+        told = {
+            each: value for each, value in refused.value.response.headers.items() if each.startswith("x-ratelimit-")
+        }
+        assert told == {
+            "x-ratelimit-limit-tokens": "900",
+            "x-ratelimit-remaining-tokens": "0",
+            "x-ratelimit-reset-tokens": "2s",
+        }
 
 
 async def test_token_ids_are_told_as_vllm_tells_them() -> None:

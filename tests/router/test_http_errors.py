@@ -50,16 +50,27 @@ def test_headers_say_when_to_come_again() -> None:
     assert errors.headers(Overloaded("", retry_after_s=0.25)) == {"retry-after": "1", "retry-after-ms": "250"}
     assert errors.headers(QuotaExceeded("never fits")) == {"x-should-retry": "false"}
     breaches = [
-        QuotaBreach("classes.batch.token_bucket", "acme", 7, ""),
+        QuotaBreach("classes.batch.token_bucket", "acme", 7, "", 900),
         QuotaBreach("quotas.concurrency", "acme", 2, ""),
+        QuotaBreach("quotas.monthly_spend", "acme", 50, ""),
     ]
     told = errors.headers(QuotaExceeded("", retry_after_s=61.0, breaches=breaches))
     assert {name: told[name] for name in told if name.startswith("x-")} == {
+        "x-ratelimit-limit-tokens": "900",
         "x-ratelimit-remaining-tokens": "0",
         "x-ratelimit-reset-tokens": "1m1s",
+        "x-ratelimit-limit-requests": "2",
         "x-ratelimit-remaining-requests": "0",
         "x-ratelimit-reset-requests": "1m1s",
     }
+    breaches = [
+        QuotaBreach("quotas.requests_per_s", "acme", 3, "", 10),
+        QuotaBreach("quotas.max_queued", "acme", 4, ""),
+        QuotaBreach("key.tokens_per_min", "acme", 600, ""),
+    ]
+    told = errors.headers(QuotaExceeded("", retry_after_s=1.0, breaches=breaches))
+    assert told["x-ratelimit-limit-requests"] == "10", "as behind a request that was admitted"
+    assert told["x-ratelimit-limit-tokens"] == "600"
     assert errors.headers(Unauthenticated("")) == {"www-authenticate": "Bearer"}
     assert errors.headers(InvalidRequest("")) == {}
 

@@ -125,6 +125,7 @@ def test_tokens_are_debited_at_once_and_the_rest_comes_back() -> None:
     refusal = gate.refused("b", prompt=60, new=20)
     assert refusal.retry_after_s == pytest.approx((76 - 54) / 10)
     assert [b.quota for b in refusal.breaches] == ["classes.standard.token_bucket"]
+    assert (refusal.breaches[0].limit, refusal.breaches[0].capacity) == (10, 100)
     assert gate.view().level_tokens == 54, "a refused request costs nothing"
     gate.settle("a", 32)
     assert (gate.view().level_tokens, gate.view().settled_tokens) == (68, 32)
@@ -173,6 +174,7 @@ def test_requests_a_second() -> None:
         gate.ask(name)
     refusal = gate.refused("d")
     assert ([b.quota for b in refusal.breaches], refusal.retry_after_s) == (["quotas.requests_per_s"], 0.5)
+    assert (refusal.breaches[0].limit, refusal.breaches[0].capacity) == (2, 3)
     assert refusal.message == "quotas.requests_per_s: no more than 2 requests a second are admitted, 3 at once"
     gate.do(Tick(), 0.5)
     assert isinstance(gate.ask("d"), SendLease)

@@ -170,12 +170,12 @@ class KeyGate:
 
     max_message_bytes = 100
 
-    async def before_entering(self, call: ServerCall) -> None:
-        pass
+    async def before_entering(self, call: ServerCall) -> Callable[[], KeyGate]:
+        def enter() -> KeyGate:
+            self.owner = call.metadata.get("owner", "")
+            return self
 
-    def enter(self, call: ServerCall) -> KeyGate:
-        self.owner = call.metadata.get("owner", "")
-        return self
+        return enter
 
     async def before_refusal(self, call: ServerCall, refusal: ManyloraError) -> None:
         pass

@@ -181,7 +181,7 @@ async def test_a_server_that_speaks_no_google_rpc_details_is_understood() -> Non
 
 
 def test_quotas_travel_in_the_details() -> None:
-    breach = QuotaBreach("classes.batch.token_bucket", "acme", 500, "3 tokens are needed")
+    breach = QuotaBreach("classes.batch.token_bucket", "acme", 500, "3 tokens are needed", 900)
     error = QuotaExceeded("too much", retry_after_s=1.25, breaches=[breach])
     details = encode_details(error)
     seen = decode_error(error.code, error.message, details)

@@ -101,10 +101,10 @@ class Closed:
         self.slow_refusal: ManyloraError | None = None
         self.too_fast: ManyloraError | None = None
 
-    async def before_entering(self, call: object) -> None:
-        pass
+    async def before_entering(self, call: object) -> Callable[[], Closed]:
+        return self.enter
 
-    def enter(self, call: object) -> Closed:
+    def enter(self) -> Closed:
         if self.refusal is not None:
             raise self.refusal
         self.inside += 1
@@ -137,7 +137,8 @@ def admission(gate: Closed | None, *messages: bytes) -> Admission:
     async def read() -> bytes | None:
         return left.pop(0) if left else None
 
-    return Admission(gate, None, admin_pb2.TenantInfo, read)  # type: ignore[arg-type]
+    enter = None if gate is None else gate.enter
+    return Admission(enter, Closed.max_message_bytes, None, admin_pb2.TenantInfo, read)  # type: ignore[arg-type]
 
 
 async def test_who_is_refused_at_the_gate_is_not_read() -> None:
@@ -145,7 +146,7 @@ async def test_who_is_refused_at_the_gate_is_not_read() -> None:
         raise AssertionError("read")
 
     with pytest.raises(NotFound):
-        Admission(Closed(NotFound("x")), None, admin_pb2.TenantInfo, read)  # type: ignore[arg-type]
+        Admission(Closed(NotFound("x")).enter, 100, None, admin_pb2.TenantInfo, read)  # type: ignore[arg-type]
 
 
 async def test_who_is_let_in_is_read_and_leaves_once() -> None:
@@ -174,7 +175,7 @@ async def test_a_request_that_does_not_come_is_given_up(monkeypatch: pytest.Monk
         raise AssertionError
 
     with pytest.raises(DeadlineExceeded, match="not there after"):
-        await Admission(Closed(), None, admin_pb2.TenantInfo, read).single()  # type: ignore[arg-type]
+        await Admission(Closed().enter, 100, None, admin_pb2.TenantInfo, read).single()  # type: ignore[arg-type]
 
 
 async def test_a_late_message_has_a_place_until_it_is_there_or_is_not_waited_for(
@@ -188,7 +189,9 @@ async def test_a_late_message_has_a_place_until_it_is_there_or_is_not_waited_for
         return message.SerializeToString()
 
     def asked() -> asyncio.Task[Message]:
-        return asyncio.create_task(Admission(gate, None, admin_pb2.TenantInfo, read).single())  # type: ignore[arg-type]
+        return asyncio.create_task(
+            Admission(gate.enter, gate.max_message_bytes, None, admin_pb2.TenantInfo, read).single()
+        )  # type: ignore[arg-type]
 
     given_up, waiting = asked(), asked()
     await asyncio.sleep(0.05)
@@ -206,7 +209,7 @@ async def test_too_large_a_message_is_not_parsed_nor_kept(monkeypatch: pytest.Mo
     monkeypatch.setattr(handling, "parse_request", None)
     data, gate = inference_pb2.GenerateRequest(text="x" * 200).SerializeToString(), Closed()
     with pytest.raises(InvalidRequest, match="text: has 200 bytes") as caught:
-        await Admission(gate, None, inference_pb2.GenerateRequest, _reads(data)).single()  # type: ignore[arg-type]
+        await Admission(gate.enter, gate.max_message_bytes, None, inference_pb2.GenerateRequest, _reads(data)).single()  # type: ignore[arg-type]
     frames = traceback.walk_tb(caught.value.__traceback__)
     assert not any(data in frame.f_locals.values() for frame, _ in frames if frame.f_code.co_name == "_parsed")
 
@@ -217,7 +220,7 @@ async def test_what_comes_too_fast_is_refused_later_and_not_kept(monkeypatch: py
     gate.too_fast = NotFound("slower")
     began = time.perf_counter()
     with pytest.raises(NotFound, match="slower") as caught:
-        await Admission(gate, None, inference_pb2.GenerateRequest, _reads(data)).single()  # type: ignore[arg-type]
+        await Admission(gate.enter, gate.max_message_bytes, None, inference_pb2.GenerateRequest, _reads(data)).single()  # type: ignore[arg-type]
     assert time.perf_counter() - began >= 0.04
     frames = traceback.walk_tb(caught.value.__traceback__)
     assert not any(data in frame.f_locals.values() for frame, _ in frames if frame.f_code.co_name == "_parsed")
@@ -227,13 +230,18 @@ async def test_a_large_messages_parts_are_counted_before_it_is_parsed(monkeypatc
     gate = Closed()
     gate.max_message_bytes = 1 << 20
     fine = inference_pb2.GenerateRequest(text="x" * 100_000)
-    assert await Admission(gate, None, type(fine), _reads(fine.SerializeToString())).single() == fine  # type: ignore[arg-type]
+    assert (
+        await Admission(gate.enter, gate.max_message_bytes, None, type(fine), _reads(fine.SerializeToString())).single()
+        == fine
+    )  # type: ignore[arg-type]
     monkeypatch.setattr(handling, "parse_request", None)
     crowd = inference_pb2.GenerateRequest(
         chat=inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage()] * 20_000)
     )
     with pytest.raises(InvalidRequest, match="chat: has too many parts"):
-        await Admission(gate, None, type(crowd), _reads(crowd.SerializeToString())).single()  # type: ignore[arg-type]
+        await Admission(
+            gate.enter, gate.max_message_bytes, None, type(crowd), _reads(crowd.SerializeToString())
+        ).single()  # type: ignore[arg-type]
 
 
 def _reads(data: bytes) -> Callable[[], Awaitable[bytes]]:

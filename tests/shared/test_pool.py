@@ -31,6 +31,7 @@ def test_workers_that_compute_the_same_are_one_pool() -> None:
         ({"model_digest": "b" * 64}, "base model m (bbbbbbbbbbbb), the pool's is m (aaaaaaaaaaaa)"),
         ({"dtype": "bfloat16"}, "dtype bfloat16, the pool's is float32"),
         ({"quantization": "nf4"}, "quantization nf4, the pool's is none"),
+        ({"rotation": "longrope"}, "rotation longrope, the pool's is the model's own"),
         ({"protocol": 2}, "protocol 2, the pool's is 1"),
         ({"quantization": ""}, "quantization not told, the pool's is none"),
     ],

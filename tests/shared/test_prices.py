@@ -37,6 +37,21 @@ def _row(day: str) -> UsageRow:
     )
 
 
+def test_versions_of_a_time() -> None:
+    prices = parse_prices(_LIST)
+
+    def days(since: str, until: str) -> list[str]:
+        bounds = [datetime.fromisoformat(each).replace(tzinfo=UTC).timestamp() for each in (since, until)]
+        return [each.day for each in prices.between(*bounds)]
+
+    assert days("2026-11-01", "2026-12-01") == ["2026-11-01"]
+    assert days("2026-11-15", "2026-12-02") == ["2026-11-01", "2026-12-01"]
+    assert days("2026-12-01", "2027-01-01") == ["2026-12-01"]
+    assert days("2026-10-01", "2026-11-01") == []
+    assert len(prices.between(0.0, None)) == 2
+    assert NO_PRICES.between(0.0, None) == ()
+
+
 def test_a_request_costs_by_the_version_of_its_end() -> None:
     prices = parse_prices(_LIST)
     november, december = prices.priced(_row("2026-11-30")), prices.priced(_row("2026-12-01"))

@@ -54,10 +54,10 @@ class OpenGate:
                 await self.changed.wait()
                 self.changed.clear()
 
-    async def before_entering(self, call: Any) -> None:
-        pass
+    async def before_entering(self, call: Any) -> Any:
+        return self.enter
 
-    def enter(self, call: Any) -> Held:
+    def enter(self) -> Held:
         self.came += 1
         self.changed.set()
         return Held(self)

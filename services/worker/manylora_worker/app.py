@@ -225,6 +225,7 @@ class WorkerApp:
             device_adapter_bytes=self._config.device_adapter_bytes,
             dtype=model.dtype,
             quantization=self._config.quantization,
+            rotation=model.rotation,
             started_unix_s=self._started_unix_s,
             sampling_defaults=model.sampling_defaults,
             pool=self._config.pool,

@@ -59,7 +59,7 @@ class WorkerConfig(SealingSettings):
     max_model_len: int = setting(
         0,
         "no context has more tokens; adapters that rotate positions in their own way may have longer ones than the "
-        "model up to it; 0: the model's",
+        "model up to it; above a longrope model's original context: its long factors for all; 0: the model's",
         at_least=0,
     )
 

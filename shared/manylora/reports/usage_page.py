@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from html import escape
 from typing import Any
+
+from manylora_shared.ledger.prices import NO_PRICES, PriceList
+from manylora_shared.ledger.row import NANOS
 
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1b1f24 }
@@ -18,6 +22,14 @@ section:last-child { break-after: auto } .bad { color: #a40e26 }
 @media print { body { margin: 0; max-width: none } h2 { break-after: avoid } tr { break-inside: avoid } }
 """
 _GB_HOUR = 3.6e12
+_UNITS = {
+    "million_prompt_tokens": "million prompt tokens that were not cached",
+    "million_cached_tokens": "million cached tokens",
+    "million_completion_tokens": "million completion tokens",
+    "gb_hour_kv": "GB-hour of KV",
+    "gb_hour_adapter": "GB-hour of adapters",
+    "adapter_load": "load of an adapter",
+}
 _AMOUNTS = (
     ("requests", "requests"),
     ("prompt", "prompt_tokens"),
@@ -54,9 +66,15 @@ class Reconciled:
         return 0 if self.quotas is None else self.ledger - self.quotas
 
 
-def usage_page(month: str, currency: str, months: Sequence[TenantMonth], books: Sequence[Reconciled] | None) -> str:
-    """books: None: the caller's key does not see them."""
-    sections = [_section(month, currency, each, books) for each in months]
+def usage_page(
+    month: str,
+    currency: str,
+    months: Sequence[TenantMonth],
+    books: Sequence[Reconciled] | None,
+    prices: PriceList = NO_PRICES,
+) -> str:
+    """books: None: the caller's key does not see them. prices: the versions of that month."""
+    sections = [_section(month, currency, each, books, prices) for each in months]
     body = "\n".join(sections) or f"<h1>{_text(month)}</h1><p>Nobody used anything.</p>"
     return (
         f"<!doctype html>\n<html lang='en'><head><meta charset='utf-8'><title>Usage {_text(month)}</title>"
@@ -71,7 +89,30 @@ def amount(name: str, value: float) -> str:
     return f"{value:,.4f}" if name == "price" else f"{value:,}"
 
 
-def _section(month: str, currency: str, told: TenantMonth, books: Sequence[Reconciled] | None) -> str:
+def unit_price(nanos: int) -> str:
+    return f"{Decimal(nanos) / NANOS:f}"
+
+
+def unit_prices(prices: PriceList) -> list[tuple[str, list[str]]]:
+    """By unit: its price in each version."""
+    return [
+        (unit, [unit_price(getattr(version, name)) for version in prices.versions]) for name, unit in _UNITS.items()
+    ]
+
+
+def _prices(prices: PriceList) -> str:
+    head = "".join(f"<th class='n'>from {_text(each.day)}</th>" for each in prices.versions)
+    lines = [
+        "".join([f"<tr><td>{_text(unit)}</td>", *(f"<td class='n'>{each}</td>" for each in told), "</tr>"])
+        for unit, told in unit_prices(prices)
+    ]
+    title = f"<h2>Unit prices: {_text(prices.name)}, {_text(prices.currency)}</h2>"
+    return f"{title}<table><tr><th>unit</th>{head}</tr>{''.join(lines)}</table>"
+
+
+def _section(
+    month: str, currency: str, told: TenantMonth, books: Sequence[Reconciled] | None, prices: PriceList
+) -> str:
     parts = [
         f"<section><h1>{_text(told.tenant)}</h1>",
         f"<small>usage in {_text(month)}, days in UTC</small>",
@@ -79,6 +120,8 @@ def _section(month: str, currency: str, told: TenantMonth, books: Sequence[Recon
     ]
     for by, rows in told.tables.items():
         parts += [f"<h2>By {_text(by.replace(',', ' and '))}</h2>", _table(by.split(","), rows, told.total)]
+    if prices.versions:
+        parts.append(_prices(prices))
     own = [each for each in books or () if each.tenant == told.tenant]
     if own:
         parts += ["<h2>Reconciled with the quotas, of all time</h2>", _books(own)]

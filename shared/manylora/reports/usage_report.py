@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from manylora_shared.ledger.prices import PRICED, PriceList
 from manylora_shared.ledger.row import LOST
+from manylora_shared.ledger.usage import moment
 from manylora_shared.ledger.usage import month as bounds_of
 
 from manylora.cli.output import EXIT_FAILED, Target, print_json, print_table, say, usage_error
 from manylora.client import Client, QuotaStatus, RequestFailed
-from manylora.reports.usage_page import Reconciled, TenantMonth, amount, usage_page
+from manylora.reports.usage_page import Reconciled, TenantMonth, amount, unit_price, unit_prices, usage_page
 from manylora.reports.usage_rows import as_csv
 
 _TABLES = ("day", "adapter,version", "class", "key")
@@ -26,6 +28,7 @@ async def report(target: Target, month: str, tenant: str, *, to_csv: Path | None
     async with target.client() as client:
         totals, currency = await client.usage.sums(["tenant"], **between)  # type: ignore[arg-type]
         lines, _ = await client.usage.sums(_LINES, **between)  # type: ignore[arg-type]
+        prices = await client.usage.unit_prices(since_unix_s=since, until_unix_s=until)
         months = []
         for total in totals:
             own = {**between, "tenant": total["tenant"]}
@@ -33,12 +36,17 @@ async def report(target: Target, month: str, tenant: str, *, to_csv: Path | None
             months.append(TenantMonth(total["tenant"], total, tables))
         books = await _books(client, tenant) if html is not None else None
     if to_csv is not None:
-        _write(to_csv, as_csv(lines), "--csv")
+        _write(to_csv, as_csv(priced(lines, prices)), "--csv")
     if html is not None:
-        _write(html, usage_page(month, currency, months, books), "--html")
+        _write(html, usage_page(month, currency, months, books, prices), "--html")
     columns = ("tenant", "requests", "prompt", "cached", "completion", "KV GB-h", f"price {currency}".strip())
     rows = [(total["tenant"], *(amount(name, total[name]) for name in _SHOWN)) for total in totals]
     print_table(columns, rows, empty=f"no request ended in {month}")
+    if prices.versions:
+        typer.echo()
+        days = [f"from {each.day}" for each in prices.versions]
+        units = [(unit, *told) for unit, told in unit_prices(prices)]
+        print_table((f"unit prices of {prices.name}, {prices.currency}", *days), units, empty="")
 
 
 async def reconcile(target: Target, tenant: str, *, as_json: bool) -> None:
@@ -100,6 +108,20 @@ def reconciled(
         Reconciled(*flow, ledger.get(flow, 0), settled.get(flow, None if flow[0] in deleted else 0), lost.get(flow, 0))
         for flow in sorted({*ledger, *lost, *settled})
     ]
+
+
+def priced(lines: Sequence[Mapping[str, Any]], prices: PriceList) -> list[dict[str, Any]]:
+    """Each day's with the unit prices of it, where there is a list."""
+    if not prices.versions:
+        return list(map(dict, lines))
+    return [{**line, **_units(prices, moment(line["day"], "day"))} for line in lines]
+
+
+def _units(prices: PriceList, unix_s: float) -> dict[str, str]:
+    found = prices.at(unix_s)
+    name = "" if found is None else f"{prices.name}@{found.day}"
+    units = {f"unit_{each}": "" if found is None else unit_price(getattr(found, each)) for each in PRICED}
+    return {"price_list": name, "currency": prices.currency, **units}
 
 
 def _write(path: Path, text: str, option: str) -> None:

@@ -261,16 +261,18 @@ class LeaseRefused(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., breaches: _Optional[_Iterable[_Union[QuotaBreach, _Mapping]]] = ...) -> None: ...
 
 class QuotaBreach(_message.Message):
-    __slots__ = ("quota", "tenant_id", "limit", "description")
+    __slots__ = ("quota", "tenant_id", "limit", "description", "capacity")
     QUOTA_FIELD_NUMBER: _ClassVar[int]
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
     quota: str
     tenant_id: str
     limit: int
     description: str
-    def __init__(self, quota: _Optional[str] = ..., tenant_id: _Optional[str] = ..., limit: _Optional[int] = ..., description: _Optional[str] = ...) -> None: ...
+    capacity: int
+    def __init__(self, quota: _Optional[str] = ..., tenant_id: _Optional[str] = ..., limit: _Optional[int] = ..., description: _Optional[str] = ..., capacity: _Optional[int] = ...) -> None: ...
 
 class Overload(_message.Message):
     __slots__ = ("level", "tenants", "limit_shares", "crowded", "pool")

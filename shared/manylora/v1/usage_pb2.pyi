@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GetUsageRequest(_message.Message):
-    __slots__ = ("tenant_id", "by", "total", "since_unix_s", "until_unix_s", "after", "limit")
+    __slots__ = ("tenant_id", "by", "total", "since_unix_s", "until_unix_s", "after", "limit", "unit_prices")
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     BY_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -15,6 +15,7 @@ class GetUsageRequest(_message.Message):
     UNTIL_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
+    UNIT_PRICES_FIELD_NUMBER: _ClassVar[int]
     tenant_id: str
     by: _containers.RepeatedScalarFieldContainer[str]
     total: bool
@@ -22,17 +23,42 @@ class GetUsageRequest(_message.Message):
     until_unix_s: float
     after: str
     limit: int
-    def __init__(self, tenant_id: _Optional[str] = ..., by: _Optional[_Iterable[str]] = ..., total: _Optional[bool] = ..., since_unix_s: _Optional[float] = ..., until_unix_s: _Optional[float] = ..., after: _Optional[str] = ..., limit: _Optional[int] = ...) -> None: ...
+    unit_prices: bool
+    def __init__(self, tenant_id: _Optional[str] = ..., by: _Optional[_Iterable[str]] = ..., total: _Optional[bool] = ..., since_unix_s: _Optional[float] = ..., until_unix_s: _Optional[float] = ..., after: _Optional[str] = ..., limit: _Optional[int] = ..., unit_prices: _Optional[bool] = ...) -> None: ...
 
 class GetUsageResponse(_message.Message):
-    __slots__ = ("rows", "after", "currency")
+    __slots__ = ("rows", "after", "currency", "price_list", "unit_prices")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
     CURRENCY_FIELD_NUMBER: _ClassVar[int]
+    PRICE_LIST_FIELD_NUMBER: _ClassVar[int]
+    UNIT_PRICES_FIELD_NUMBER: _ClassVar[int]
     rows: _containers.RepeatedCompositeFieldContainer[UsageRow]
     after: str
     currency: str
-    def __init__(self, rows: _Optional[_Iterable[_Union[UsageRow, _Mapping]]] = ..., after: _Optional[str] = ..., currency: _Optional[str] = ...) -> None: ...
+    price_list: str
+    unit_prices: _containers.RepeatedCompositeFieldContainer[UnitPrices]
+    def __init__(self, rows: _Optional[_Iterable[_Union[UsageRow, _Mapping]]] = ..., after: _Optional[str] = ..., currency: _Optional[str] = ..., price_list: _Optional[str] = ..., unit_prices: _Optional[_Iterable[_Union[UnitPrices, _Mapping]]] = ...) -> None: ...
+
+class UnitPrices(_message.Message):
+    __slots__ = ("day", "from_unix_s", "million_prompt_tokens", "million_cached_tokens", "million_completion_tokens", "gb_hour_kv", "gb_hour_adapter", "adapter_load")
+    DAY_FIELD_NUMBER: _ClassVar[int]
+    FROM_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    MILLION_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MILLION_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MILLION_COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GB_HOUR_KV_FIELD_NUMBER: _ClassVar[int]
+    GB_HOUR_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_LOAD_FIELD_NUMBER: _ClassVar[int]
+    day: str
+    from_unix_s: float
+    million_prompt_tokens: int
+    million_cached_tokens: int
+    million_completion_tokens: int
+    gb_hour_kv: int
+    gb_hour_adapter: int
+    adapter_load: int
+    def __init__(self, day: _Optional[str] = ..., from_unix_s: _Optional[float] = ..., million_prompt_tokens: _Optional[int] = ..., million_cached_tokens: _Optional[int] = ..., million_completion_tokens: _Optional[int] = ..., gb_hour_kv: _Optional[int] = ..., gb_hour_adapter: _Optional[int] = ..., adapter_load: _Optional[int] = ...) -> None: ...
 
 class UsageRow(_message.Message):
     __slots__ = ("requests", "request_id", "tenant", "key", "qos_class", "pool", "model", "adapter", "adapter_version", "adapter_digest", "outcome", "day", "month", "degraded", "choices", "prompt_tokens", "cached_tokens", "completion_tokens", "unread_tokens", "reused_tokens", "resumes", "kv_byte_seconds", "adapter_byte_seconds", "adapter_loads", "prefill_flops", "decode_flops", "queue_ms", "ttft_ms", "duration_ms", "began_unix_s", "ended_unix_s", "trace_id", "router", "worker", "price_list", "price_nanos")

@@ -29,13 +29,13 @@ def _difference(worker: WorkerRecord, first: WorkerRecord) -> str:
     parts = [
         f"{what} {found or 'not told'}, the pool's is {expected or 'not told'}"
         for what, found, expected in zip(
-            ("base model", "dtype", "quantization", "protocol"), _words(worker), _words(first), strict=True
+            ("base model", "dtype", "quantization", "rotation", "protocol"), _words(worker), _words(first), strict=True
         )
         if found != expected
     ]
     return f"it does not compute what {first.worker_id} does: {'; '.join(parts)}"
 
 
-def _words(worker: WorkerRecord) -> tuple[str, str, str, str]:
-    digest, dtype, quantization, protocol = worker.computes
-    return f"{worker.model_name} ({digest[:12]})", dtype, quantization, str(protocol)
+def _words(worker: WorkerRecord) -> tuple[str, str, str, str, str]:
+    digest, dtype, quantization, rotation, protocol = worker.computes
+    return f"{worker.model_name} ({digest[:12]})", dtype, quantization, rotation or "the model's own", str(protocol)

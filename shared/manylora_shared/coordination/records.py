@@ -139,6 +139,7 @@ class WorkerRecord(_JsonRecord):
     layer_parameters: int = 0  # of the model, as in ledger.compute.ModelShape; 0: a worker of an earlier version
     head_parameters: int = 0
     attention_operations: int = 0
+    rotation: str = ""  # of positions, where it is not the model folder's
     merge_problem: str = "a worker of an earlier version"  # why it merges no adapter into its weights; empty: it does
 
     def __post_init__(self) -> None:
@@ -151,9 +152,9 @@ class WorkerRecord(_JsonRecord):
         return keys.worker(self.worker_id)
 
     @property
-    def computes(self) -> tuple[str, str, str, int]:
+    def computes(self) -> tuple[str, str, str, str, int]:
         """What all workers of a pool have alike."""
-        return self.model_digest, self.dtype, self.quantization, self.protocol
+        return self.model_digest, self.dtype, self.quantization, self.rotation, self.protocol
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ that sums are exact.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import UTC, date, datetime
@@ -69,6 +70,16 @@ class PriceList:
     def at(self, unix_s: float) -> Prices | None:
         """None: before the first."""
         return next((each for each in reversed(self.versions) if each.from_unix_s <= unix_s), None)
+
+    def between(self, since_unix_s: float, until_unix_s: float | None) -> tuple[Prices, ...]:
+        """Those in force at some time of it."""
+        ends = [*(each.from_unix_s for each in self.versions[1:]), math.inf]
+        until = math.inf if until_unix_s is None else until_unix_s
+        return tuple(
+            each
+            for each, end in zip(self.versions, ends, strict=False)
+            if each.from_unix_s < until and end > since_unix_s
+        )
 
     def priced(self, row: UsageRow) -> UsageRow:
         prices = self.at(row.ended_unix_s)

@@ -80,14 +80,11 @@ class Gate(Protocol):
 
     max_message_bytes: int
 
-    async def before_entering(self, call: ServerCall) -> None:
-        """Returns when it is the call's turn to enter."""
-
-    def enter(self, call: ServerCall) -> Hold:
-        """Raises ManyloraError."""
+    async def before_entering(self, call: ServerCall) -> Callable[[], Hold]:
+        """Returns when it is the call's turn to enter, which it does by what is returned. That raises ManyloraError."""
 
     async def before_refusal(self, call: ServerCall, refusal: ManyloraError) -> None:
-        """Returns when what `enter` raised may be told."""
+        """Returns when what entering raised may be told."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from manylora_shared.errors import (
 )
 from manylora_shared.metadata import TRACEPARENT_KEY
 from manylora_shared.telemetry.logs import fields
-from manylora_shared.transport.base import Gate, Hold, ServerCall, Service
+from manylora_shared.transport.base import Hold, ServerCall, Service
 from manylora_shared.transport.unparsed import LARGE_BYTES, check_fields, no_message, too_large
 
 Read = Callable[[], Awaitable[bytes | None]]
@@ -65,19 +65,20 @@ class Admission:
 
     def __init__(
         self,
-        gate: Gate | None,
+        enter: Callable[[], Hold] | None,
+        max_bytes: int,
         call: ServerCall,
         request_type: type[Message],
         read: Read,
         check: Callable[[ServerCall], None] | None = None,
     ) -> None:
-        """read: the next message's bytes; None: there are no more. check: the service's. Raises what gate and check
-        raise; then `read` was not asked.
+        """enter: the gate's. read: the next message's bytes; None: there are no more. check: the service's. Raises what
+        enter and check raise; then `read` was not asked.
         """
         if check is not None:
             check(call)
-        self._hold = gate.enter(call) if gate is not None else None
-        self._max_bytes = gate.max_message_bytes if gate is not None else MAX_MESSAGE_BYTES
+        self._hold = enter() if enter is not None else None
+        self._max_bytes = max_bytes
         self._request_type = request_type
         self._read = read
 
@@ -146,10 +147,10 @@ async def admitted(service: Service, call: ServerCall, request_type: type[Messag
     """In its turn. Raises what gate and check raise, once that may be told."""
     gate = service.gate
     if gate is None:
-        return Admission(None, call, request_type, read, service.check)
-    await gate.before_entering(call)
+        return Admission(None, MAX_MESSAGE_BYTES, call, request_type, read, service.check)
+    enter = await gate.before_entering(call)
     try:
-        return Admission(gate, call, request_type, read, service.check)
+        return Admission(enter, gate.max_message_bytes, call, request_type, read, service.check)
     except ManyloraError as e:
         await gate.before_refusal(call, e)
         raise

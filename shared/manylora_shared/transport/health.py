@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
+from functools import partial
 
 from grpc_health.v1 import health_pb2
 
@@ -74,11 +75,8 @@ class Strangers:
         self._places = Places(MAX_PUBLIC_CALLS, kept=MAX_PUBLIC_CALLS // 2)
         self._refusals = Refusals()
 
-    async def before_entering(self, call: ServerCall) -> None:
-        pass
-
-    def enter(self, call: ServerCall) -> _Stranger:
-        return _Stranger(self._places, _host_of(call))
+    async def before_entering(self, call: ServerCall) -> Callable[[], _Stranger]:
+        return partial(_Stranger, self._places, _host_of(call))
 
     async def before_refusal(self, call: ServerCall, refusal: ManyloraError) -> None:
         await self._refusals.due(_host_of(call))

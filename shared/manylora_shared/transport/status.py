@@ -17,6 +17,7 @@ MAX_MESSAGE_CHARS = 1024
 MAX_VIOLATIONS_BYTES = 4096
 _NANOS = 1_000_000_000
 _TENANT = "tenant:"
+_CAPACITY = "capacity"
 
 
 def message_of(error: ManyloraError) -> str:
@@ -46,6 +47,7 @@ def encode_details(error: ManyloraError) -> bytes:
                 description=breach.description[:MAX_MESSAGE_CHARS],
                 quota_id=breach.quota,
                 quota_value=breach.limit,
+                quota_dimensions={_CAPACITY: str(breach.capacity)} if breach.capacity else None,
             )
             for breach in error.breaches
         ]
@@ -88,10 +90,7 @@ def decode_error(code: Code, message: str, details: bytes | None) -> RpcError:
             elif detail.Is(error_details_pb2.QuotaFailure.DESCRIPTOR):
                 failure = error_details_pb2.QuotaFailure()
                 detail.Unpack(failure)
-                breaches += [
-                    QuotaBreach(v.quota_id, v.subject.removeprefix(_TENANT), v.quota_value, v.description)
-                    for v in failure.violations
-                ]
+                breaches += map(_breach_of, failure.violations)
             elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
                 retry = error_details_pb2.RetryInfo()
                 detail.Unpack(retry)
@@ -107,3 +106,15 @@ def decode_error(code: Code, message: str, details: bytes | None) -> RpcError:
     if label is not None:
         error.label = label
     return error
+
+
+def _breach_of(told: error_details_pb2.QuotaFailure.Violation) -> QuotaBreach:
+    capacity = told.quota_dimensions.get(_CAPACITY, "")
+    is_number = capacity.isdecimal() and len(capacity) < 20
+    return QuotaBreach(
+        told.quota_id,
+        told.subject.removeprefix(_TENANT),
+        told.quota_value,
+        told.description,
+        int(capacity) if is_number else 0,
+    )

@@ -6,7 +6,13 @@ import logging
 import tempfile
 from pathlib import Path
 
-from manylora_worker.models.checkpoint import ModelRefused, checked_config, max_context_tokens, sampling_defaults
+from manylora_worker.models.checkpoint import (
+    ModelRefused,
+    checked_config,
+    max_context_tokens,
+    sampling_defaults,
+    take_long_factors,
+)
 
 from tests.fuzz.harness import Harness
 
@@ -20,6 +26,8 @@ def run(data: bytes) -> None:
         (_FOLDER / name).write_bytes(data)
     assert all(isinstance(value, int | float) for value in sampling_defaults(_FOLDER).values())
     config = checked_config(_FOLDER, "none", "cpu")
+    assert max_context_tokens(config.get_text_config()) >= 1
+    take_long_factors(config.get_text_config(), 1 << 20)
     assert max_context_tokens(config.get_text_config()) >= 1
 
 

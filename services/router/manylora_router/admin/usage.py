@@ -7,6 +7,7 @@ from typing import Any
 
 from manylora.v1 import usage_pb2
 from manylora_shared.errors import InvalidRequest, Unready
+from manylora_shared.ledger.prices import PRICED, PriceList
 from manylora_shared.ledger.row import COLUMNS, UsageRow
 from manylora_shared.ledger.usage import GROUPS, Query, Sum, groups_of
 
@@ -42,6 +43,8 @@ class UsageDesk:
             raise InvalidRequest.of("limit", f"must be at most {MAX_ROWS}")
         if self._ledger is None:
             raise Unready("this cluster keeps no usage ledger (--ledger)")
+        if request.unit_prices:
+            return _unit_prices(self._ledger.prices, request)
         query = Query(tenant, request.since_unix_s, request.until_unix_s or None)
         currency = self._ledger.prices.currency
         async with self._turns.hold((call.principal.tenant_id or "", None), 1, 1):
@@ -50,6 +53,17 @@ class UsageDesk:
                 return usage_pb2.GetUsageResponse(rows=[_of_sum(each) for each in sums], currency=currency)
             page = await self._ledger.page(query, request.after, request.limit or MAX_ROWS)
         return usage_pb2.GetUsageResponse(rows=[_of_row(row) for row in page.rows], after=page.after, currency=currency)
+
+
+def _unit_prices(prices: PriceList, request: usage_pb2.GetUsageRequest) -> usage_pb2.GetUsageResponse:
+    found = prices.between(request.since_unix_s, request.until_unix_s or None)
+    told = [
+        usage_pb2.UnitPrices(
+            day=each.day, from_unix_s=each.from_unix_s, **{name: getattr(each, name) for name in PRICED}
+        )
+        for each in found
+    ]
+    return usage_pb2.GetUsageResponse(currency=prices.currency, price_list=prices.name, unit_prices=told)
 
 
 def _of_row(row: UsageRow) -> usage_pb2.UsageRow:

@@ -15,7 +15,7 @@ from manylora_shared.transport.places import Pace, Places, Refusals
 from manylora_shared.transport.unparsed import LARGE_BYTES
 
 from manylora_router.guard.admission import MAX_TEXT_BYTES
-from manylora_router.links.callers import Callers
+from manylora_router.links.callers import Callers, Seen
 from manylora_router.links.loop_turns import LoopTurns
 
 # The longest text, and what stands beside one: of chat messages the roles, of a request its stop strings.
@@ -73,17 +73,19 @@ class Gate:
         self._callers = callers
         self._tenant_of = tenant_of
 
-    async def before_entering(self, call: ServerCall) -> None:
-        principal = self._callers.seems(call.metadata.get(AUTHORIZATION_KEY, ""))
+    async def before_entering(self, call: ServerCall) -> Callable[[], Pass]:
+        peer = self._callers.peer_of(call)
+        seen = self._callers.seen(call.metadata.get(AUTHORIZATION_KEY, ""), peer)
         account = "strangers"
-        if principal is not None:
+        if isinstance(seen, Principal):
             with contextlib.suppress(PermissionDenied):
-                account = account_of(self._tenant_of(principal, call))
+                account = account_of(self._tenant_of(seen, call))
         await self.bounds.entering.take((account, None), 1)
+        return partial(self._enter, call, peer, seen)
 
-    def enter(self, call: ServerCall) -> Pass:
-        """Raises Unauthenticated, PermissionDenied, Overloaded or ServiceUnavailable."""
-        principal = self._callers.known(call.metadata.get(AUTHORIZATION_KEY, ""), self._callers.peer_of(call))
+    def _enter(self, call: ServerCall, peer: str, seen: Seen) -> Pass:
+        # raises Unauthenticated, PermissionDenied, Overloaded or ServiceUnavailable
+        principal = self._callers.known(call.metadata.get(AUTHORIZATION_KEY, ""), peer, seen)
         tenant = self._tenant_of(principal, call)
         account = account_of(tenant)
         self.bounds.places.enter(account)

@@ -28,6 +28,7 @@ from manylora_router.guard.failures import Failures
 from manylora_router.guard.tokens import Tokens, is_token
 
 _LENT_BITS = 256
+Seen = Principal | ManyloraError | None  # a refusal; None: a token's that was not looked at lately
 
 
 class Callers:
@@ -63,10 +64,11 @@ class Callers:
         finally:
             del self._lent[secret]
 
-    def known(self, authorization: str, peer: str | None = None) -> Principal:
+    def known(self, authorization: str, peer: str | None = None, seen: Seen = None) -> Principal:
         """
         Args:
             peer: as the front knows it; None: a call that was let in already.
+            seen: what `seen` said of both, which is not asked again.
 
         Raises:
             Unauthenticated, PermissionDenied, Overloaded, or ServiceUnavailable while a token's key is fetched.
@@ -79,21 +81,25 @@ class Callers:
             return self._principal(given, now, None)
         host = host_of(peer)
         try:
+            if isinstance(seen, Principal):
+                return seen
+            if seen is not None:
+                raise seen
             return self._principal(given, now, host)
         except Unauthenticated as e:
             self._on_stranger(host)
             self._failures.note(host, now, e)
             raise
 
-    def seems(self, authorization: str) -> Principal | None:
-        """By what costs little and is not counted; None: nobody's, or a token's that was not looked at lately."""
+    def seen(self, authorization: str, peer: str) -> Seen:
+        """By what costs little; nothing is counted."""
         given, now = bearer_of(authorization), self._clock.now_unix_s()
         try:
             if self._tokens is not None and is_token(given):
                 return self._tokens.recall(given, now)
-            return authenticate(given, self._key_of, now_unix_s=now)
-        except ManyloraError:
-            return None
+            return authenticate(given, self._key_of, now_unix_s=now, host=host_of(peer))
+        except ManyloraError as refusal:
+            return refusal
 
     def peer_of(self, call: ServerCall) -> str:
         """From where it came; of one that another router makes in its caller's name, that caller's host."""

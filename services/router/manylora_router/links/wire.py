@@ -63,7 +63,7 @@ def levels_of(message: scheduler_pb2.Lease) -> tuple[QuotaLevel, ...]:
 
 
 def _breach(message: scheduler_pb2.QuotaBreach) -> QuotaBreach:
-    return QuotaBreach(message.quota, message.tenant_id, message.limit, message.description)
+    return QuotaBreach(message.quota, message.tenant_id, message.limit, message.description, message.capacity)
 
 
 def overload_view(message: scheduler_pb2.Overload) -> OverloadView:

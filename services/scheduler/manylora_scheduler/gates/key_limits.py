@@ -29,6 +29,7 @@ class Finding:
     limit: int
     description: str
     wait_ns: int | None  # None: waiting does not help
+    capacity: int = 0  # of a bucket
 
 
 class KeyBook:

@@ -304,37 +304,34 @@ class QuotaAuthority:
         self, tenant: _Tenant, flow: FlowKey, first: int, of_key: list[Finding], now_ns: int
     ) -> _Refusal | None:
         # Its hint is that of the quota that takes longest.
-        found = [(each.quota, each.limit, each.description, each.wait_ns) for each in of_key]
+        found = list(of_key)
         if tenant.policy is not None:
             found += self._breached(tenant, tenant.policy, flow, first, now_ns)
         if not found:
             return None
-        waits = [wait for *_, wait in found]
+        waits = [each.wait_ns for each in found]
         never = any(wait is None for wait in waits)
         breaches = tuple(
-            QuotaBreach(quota, flow.tenant_id, limit, description) for quota, limit, description, _ in found
+            QuotaBreach(each.quota, flow.tenant_id, each.limit, each.description, each.capacity) for each in found
         )
         message = "; ".join(f"{breach.quota}: {breach.description}" for breach in breaches)
         return _Refusal(message, None if never else _seconds(max(wait or 0 for wait in waits)), breaches)
 
     @staticmethod
-    def _breached(
-        tenant: _Tenant, policy: TenantPolicy, flow: FlowKey, first: int, now_ns: int
-    ) -> list[tuple[str, int, str, int | None]]:
+    def _breached(tenant: _Tenant, policy: TenantPolicy, flow: FlowKey, first: int, now_ns: int) -> list[Finding]:
         quotas = policy.quotas
-        found: list[tuple[str, int, str, int | None]] = []
+        found: list[Finding] = []
         busy_ns = to_ns(BUSY_RETRY_S)
         if quotas.concurrency is not None and len(tenant.leases) >= quotas.concurrency:
             description = f"{len(tenant.leases)} requests run or wait already"
-            found.append(("quotas.concurrency", quotas.concurrency, description, busy_ns))
+            found.append(Finding("quotas.concurrency", quotas.concurrency, description, busy_ns))
         if quotas.max_queued is not None and tenant.num_queued >= quotas.max_queued:
-            found.append(
-                ("quotas.max_queued", quotas.max_queued, f"{tenant.num_queued} requests wait already", busy_ns)
-            )
+            description = f"{tenant.num_queued} requests wait already"
+            found.append(Finding("quotas.max_queued", quotas.max_queued, description, busy_ns))
         if tenant.requests is not None and (wait_ns := tenant.requests.wait_ns(1, now_ns)):
             rate, burst = tenant.requests.rate, tenant.requests.burst
             description = f"no more than {rate} requests a second are admitted, {burst} at once"
-            found.append((_REQUESTS_PER_S, tenant.requests.rate, description, wait_ns))
+            found.append(Finding(_REQUESTS_PER_S, rate, description, wait_ns, burst))
         account = tenant.accounts[flow.qos_class]
         wait_ns = account.wait_ns(first, now_ns)
         if wait_ns != 0:
@@ -342,7 +339,8 @@ class QuotaAuthority:
             description = f"{first} tokens are needed to begin; the bucket holds {account.bucket.level(now_ns)}"
             if wait_ns is None:
                 description = f"{first} tokens are needed to begin, more than burst_tps, {account.bucket.burst}"
-            found.append((_token_bucket(flow.qos_class), account.bucket.rate, description, wait_ns))
+            bucket = account.bucket
+            found.append(Finding(_token_bucket(flow.qos_class), bucket.rate, description, wait_ns, bucket.burst))
         return found
 
     def _serve(self, flow: FlowKey, now: float) -> list[Command]:
@@ -373,7 +371,8 @@ class QuotaAuthority:
             return commands
         quota = f"classes.{lease.flow.qos_class.value}.token_bucket"
         description = f"no tokens came free for {EXTENSION_WAIT_S:g} s"
-        breach = QuotaBreach(quota, lease.flow.tenant_id, account.bucket.rate, description)
+        bucket = account.bucket
+        breach = QuotaBreach(quota, lease.flow.tenant_id, bucket.rate, description, bucket.burst)
         wait_ns = account.wait_ns(_slice(account.bucket), to_ns(now)) or 0
         refusal = SendLeaseRefusal(
             lease.router_id, session, request_id, f"{quota}: {description}", _seconds(wait_ns), (breach,)

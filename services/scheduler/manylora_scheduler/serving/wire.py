@@ -330,7 +330,11 @@ def quota_status(view: QuotaView) -> admin_pb2.QuotaStatus:
 
 def _breach(breach: QuotaBreach) -> scheduler_pb2.QuotaBreach:
     return scheduler_pb2.QuotaBreach(
-        quota=breach.quota, tenant_id=breach.tenant_id, limit=breach.limit, description=breach.description
+        quota=breach.quota,
+        tenant_id=breach.tenant_id,
+        limit=breach.limit,
+        description=breach.description,
+        capacity=breach.capacity,
     )
 
 

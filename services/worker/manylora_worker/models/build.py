@@ -95,12 +95,15 @@ def build_engine(config: WorkerConfig, notify: Callable[[], None] = lambda: None
         Order(replace(config, device=device), rank, folder / "store") for rank, device in enumerate(devices) if rank
     ]
     followers = Followers(orders, notify, ends_process=config.device != "cpu")
+    group: RankGroup | None = None
     try:
         group = RankGroup(0, size, torch.device(devices[0]), folder / "store")
         own = build_rank(replace(config, device=devices[0]), group, notify)
         followers.wait_ready()
     except Exception as error:
         followers.close()
+        if group is not None:
+            group.close()
         raise ModelRefused(followers.lost or said(error)) from error
     assert isinstance(own.backend, TorchAdapterBackend)
     return replace(
@@ -171,6 +174,7 @@ def build_rank(config: WorkerConfig, group: RankGroup | None, notify: Callable[[
         sampling_defaults=sampling_defaults(model_folder(config.model)),
         longest_context_tokens=spec.longest_context_tokens if weights is not None else 0,
         shape=_shape(loaded),
+        rotation=spec.rotation,
     )
     validator = ThreadValidator(
         store,

@@ -21,6 +21,8 @@ from manylora_worker.models.quantized.schemes import Scheme, SchemeRefused, sche
 _LOG = logging.getLogger(__name__)
 
 Quantization = Literal["none", "nf4", "fp8", "int4"]
+LONG_FACTORS = "longrope, long factors"  # the same at all workers of a pool
+_SHORT, _LONG = "short_factor", "long_factor"
 MAX_LAYERS = 4096  # transformers makes a list of as many as a configuration tells
 
 
@@ -88,27 +90,58 @@ def check_weight_files(folder: Path) -> None:
             raise ModelRefused(f"{file}: not a readable weight file ({said(error)})") from error
 
 
+def take_long_factors(config: PretrainedConfig, max_model_len: int) -> str:
+    """Makes longrope's short factors the long ones where contexts are to be longer than the original. Returns what
+    rotates now; empty: what the folder says. config: of the text part. Raises ModelRefused.
+    """
+    # transformers takes them for a whole batch, its cached keys too, once one sequence is longer. Keys that stand in
+    # blocks cannot be turned again, and no request is to change another's answer: so it is one set for all.
+    with _lengths_told():
+        found = [rope for rope in _rope_parameters(config) if _switches(rope) and rope.get(_LONG)]
+        longer = [rope for rope in found if max_model_len > _original_tokens(config, rope)]
+    for rope in longer:
+        rope[_SHORT] = rope[_LONG]  # the factor of attention stays: it follows from the model's own lengths
+    return LONG_FACTORS if longer else ""
+
+
 def max_context_tokens(config: PretrainedConfig) -> int:
     """config: of the text part. Raises ModelRefused."""
-    try:
+    with _lengths_told():
         limit = _max_context_tokens(config)
-    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
-        raise ModelRefused(f"config.json: it does not say how long a context may be ({said(error)})") from error
     if type(limit) is not int or limit < 1:
         raise ModelRefused(f"config.json: its context has {str(limit)[:40]} tokens")
     return limit
 
 
+@contextmanager
+def _lengths_told() -> Iterator[None]:
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
+        raise ModelRefused(f"config.json: it does not say how long a context may be ({said(error)})") from error
+
+
+def _switches(rope: Mapping[str, Any]) -> bool:
+    # whether transformers rotates long sequences by other factors
+    return rope.get("rope_type") == "longrope" and rope.get(_SHORT) != rope.get(_LONG)
+
+
+def _original_tokens(config: PretrainedConfig, rope: Mapping[str, Any]) -> int:
+    original: int = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+    return original
+
+
 def _max_context_tokens(config: PretrainedConfig) -> int:
-    # longrope switches the whole batch to other frequencies once one sequence passes the original length, so the
-    # context ends there
     limit: int = config.max_position_embeddings
     for rope in _rope_parameters(config):
-        if rope.get("rope_type") == "longrope":
-            original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
-            if original < limit:
-                _LOG.warning("longrope: the context ends at its original length, %d tokens, not %d", original, limit)
-                limit = original
+        if _switches(rope) and (original := _original_tokens(config, rope)) < limit:
+            _LOG.warning(
+                "longrope: the context ends at its original length, %d tokens: --max-model-len above it, up to %d, "
+                "takes the long factors, for short sequences too",
+                original,
+                limit,
+            )
+            limit = original
         if rope.get("rope_type") == "yarn" and rope.get("factor"):
             # Qwen's cards add it without raising max_position_embeddings.
             lengthened = int(rope["original_max_position_embeddings"] * rope["factor"])
@@ -233,8 +266,8 @@ def _check_quantization(folder: Path, raw: Mapping[str, Any], quantization: Quan
         raise ModelRefused(f"{problem}: start with --quantization nf4")
 
 
-def _rope_parameters(config: PretrainedConfig) -> list[Mapping[str, Any]]:
+def _rope_parameters(config: PretrainedConfig) -> list[dict[str, Any]]:
     # one set, or one a layer type
-    parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    nested: list[Mapping[str, Any]] = [value for value in parameters.values() if isinstance(value, dict)]
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    nested: list[dict[str, Any]] = [value for value in parameters.values() if isinstance(value, dict)]
     return nested or [parameters]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from manylora_worker.models.checkpoint import (
     max_context_tokens,
     said,
     shipped_scheme,
+    take_long_factors,
     weight_files,
     without_adapter,
 )
@@ -51,7 +52,7 @@ from manylora_worker.models.probe import AttentionTraits, probe
 from manylora_worker.models.quantized.install import ShippedCodes, keep_int4, quantize_to_fp8, quantize_to_nf4
 from manylora_worker.models.quantized.schemes import Scheme
 from manylora_worker.models.quantized.shipped import check_modules, read_shipped
-from manylora_worker.models.ranks.cuts import cut_head, cut_linears
+from manylora_worker.models.ranks.cuts import cut_codes, cut_head, cut_linears
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.models.rope import base_rope
 from manylora_worker.weights.sites import ExpertShape, Site, Slot, TokenBase, WholeNames
@@ -89,6 +90,7 @@ class ModelSpec:
     whole: WholeNames | None = None
     experts: Mapping[str, ExpertShape] = field(default_factory=dict)  # path -> of the stacks of experts among `modules`
     longest_context_tokens: int = 0  # with an adapter that rotates positions in its own way; 0: no longer
+    rotation: str = ""  # where it is not the folder's: checkpoint.take_long_factors
 
     @property
     def longest(self) -> int:
@@ -203,6 +205,7 @@ def load_model(
     _check_device(device)
     torch.set_num_threads(threads)
     config = checked_config(folder, quantization, torch.device(device).type)
+    rotation = take_long_factors(config.get_text_config(), max_model_len)
     check_weight_files(folder)
     register_attention()
     # bitsandbytes' layers serve the CPU; a GPU takes kernels of our own, for which the weights are loaded as they are.
@@ -212,19 +215,15 @@ def load_model(
     # The whole model may be more than one device of several holds.
     place = device if group is None else "cpu"
     scheme = shipped_scheme(folder)
-    if group is not None and scheme is not None and quantization in ("fp8", "int4"):
-        raise ModelRefused(
-            f"--tensor-parallel {group.size}: weights that are shipped quantized are not shared as they are: "
-            f"start without --quantization {quantization}, or take the model's unquantized weights"
-        )
     model, left_out, codes = _instantiate(
         folder, config, dtype, place, quantization if quantization != "nf4" or by_bitsandbytes else "none", scheme
     )
     modules = linear_modules(model)
     if group is not None:
         cut_linears(model, group)
+        codes = codes and cut_codes(codes, group)
         model = model.to(device)
-    return prepare_model(
+    loaded = prepare_model(
         model,
         name=name or source_name,
         source_name=source_name,
@@ -238,6 +237,15 @@ def load_model(
         max_model_len=max_model_len,
         codes=codes,
     )
+    return _told(loaded, rotation)
+
+
+def _told(loaded: LoadedModel, rotation: str) -> LoadedModel:
+    if not rotation:
+        return loaded
+    spec = replace(loaded.spec, rotation=rotation)
+    _LOG.warning("%s, for sequences of any length: the context has %d tokens", rotation, spec.max_context_tokens)
+    return replace(loaded, spec=spec)
 
 
 def prepare_model(

@@ -26,6 +26,7 @@ class ModelInfo:
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     longest_context_tokens: int = 0  # with an adapter that stretches it; 0: as without
     shape: ModelShape = NO_SHAPE
+    rotation: str = ""  # see ModelSpec
 
     @property
     def longest(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from manylora_shared.ledger.prices import PRICED, PriceList, Prices
 from manylora_shared.ledger.usage import told_of
 from manylora_shared.transport.base import methods_of
 
@@ -37,6 +38,18 @@ class UsageLedger:
             if not page.after:
                 return
             request.after = page.after
+
+    async def unit_prices(
+        self, *, since_unix_s: float = 0.0, until_unix_s: float = 0.0, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> PriceList:
+        """The versions of the price list in force that are of that time; none: there is no list."""
+        request = usage_pb2.GetUsageRequest(unit_prices=True, since_unix_s=since_unix_s, until_unix_s=until_unix_s)
+        told = await self._caller.call(_GET, request, timeout_s=timeout_s)
+        versions = [
+            Prices(each.from_unix_s, each.day, **{name: getattr(each, name) for name in PRICED})
+            for each in told.unit_prices
+        ]
+        return PriceList(told.price_list, told.currency, tuple(versions))
 
     async def sums(
         self,

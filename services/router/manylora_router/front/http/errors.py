@@ -24,6 +24,15 @@ _BASE = re.compile(r"[^.\[]*")
 _RETRIED = (Code.RESOURCE_EXHAUSTED, Code.FAILED_PRECONDITION)  # by clients, from the status alone
 
 
+_KINDS = {
+    "token_bucket": "tokens",
+    "tokens_per_min": "tokens",
+    "requests_per_s": "requests",
+    "requests_per_min": "requests",
+    "concurrency": "requests",
+    "max_queued": "requests",
+}
+
 Names = Mapping[str, str]  # what this caller calls a field, by what the router calls it
 
 
@@ -61,10 +70,13 @@ def headers(error: ManyloraError) -> dict[str, str]:
         told["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))
     elif error.code in _RETRIED:
         told["x-should-retry"] = "false"
-    for breach in error.breaches:
-        told[f"x-ratelimit-remaining-{_kind(breach.quota)}"] = "0"
+    for breach in sorted(error.breaches, key=lambda each: each.capacity > 0):  # a bucket's count, before others
+        if (kind := _kind(breach.quota)) is None:
+            continue
+        told[f"x-ratelimit-limit-{kind}"] = str(breach.capacity or breach.limit)
+        told[f"x-ratelimit-remaining-{kind}"] = "0"
         if error.retry_after_s is not None:
-            told[f"x-ratelimit-reset-{_kind(breach.quota)}"] = _duration(error.retry_after_s)
+            told[f"x-ratelimit-reset-{kind}"] = _duration(error.retry_after_s)
     if error.code is Code.UNAUTHENTICATED:
         told["www-authenticate"] = "Bearer"
     if isinstance(error, MethodNotAllowed):
@@ -76,15 +88,17 @@ def rate_limits(levels: Iterable[QuotaLevel]) -> dict[str, str]:
     """The headers that OpenAI's clients know: of requests, and of tokens."""
     told: dict[str, str] = {}
     for level in levels:
-        kind = _kind(level.quota)
+        if (kind := _kind(level.quota)) is None:
+            continue
         told[f"x-ratelimit-limit-{kind}"] = str(level.limit)
         told[f"x-ratelimit-remaining-{kind}"] = str(level.left)
         told[f"x-ratelimit-reset-{kind}"] = _duration(level.full_in_s)
     return told
 
 
-def _kind(quota: str) -> str:
-    return "tokens" if quota.endswith("token_bucket") else "requests"
+def _kind(quota: str) -> str | None:
+    """None: it counts neither requests nor tokens."""
+    return _KINDS.get(quota.rpartition(".")[2])
 
 
 def _duration(seconds: float) -> str:

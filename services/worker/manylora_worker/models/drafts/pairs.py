@@ -25,7 +25,10 @@ def load_draft(path: str, model: str, loaded: LoadedModel) -> tuple[LoadedModel,
     KV block. Raises ModelRefused.
     """
     check_tokens(model_folder(model), path)
-    draft = load_model(path, dtype=loaded.dtype, device=str(loaded.device), threads=loaded.num_threads)
+    draft = load_model(
+        path, dtype=loaded.dtype, device=str(loaded.device), threads=loaded.num_threads,
+        max_model_len=loaded.spec.max_context_tokens,
+    )  # fmt: skip
     for each, name in ((loaded, "the model"), (draft, "the draft model")):
         if each.spec.kv.state is not None:
             raise ModelRefused(f"--draft-model {path}: {name} has recurrent layers, whose states cannot be taken back")

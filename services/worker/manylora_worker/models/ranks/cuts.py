@@ -8,11 +8,15 @@ it would be a tenth of what a step reads. Embeddings and norms are whole.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from manylora_worker.models.checkpoint import ModelRefused
+from manylora_worker.models.quantized.install import ShippedCodes
 from manylora_worker.models.ranks.group import RankGroup
 
 SHARED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"})
@@ -54,6 +58,28 @@ def cut_linears(model: PreTrainedModel, group: RankGroup) -> None:
             module.in_features //= group.size
 
 
+def cut_codes(shipped: ShippedCodes, group: RankGroup) -> ShippedCodes:
+    """This rank's share, as of the weights. Raises ModelRefused where inputs that have one scale would be torn."""
+    by_path = {path: _codes_share(path, parts, shipped, group) for path, parts in shipped.by_path.items()}
+    return replace(shipped, by_path=by_path)
+
+
+def _codes_share(path: str, parts: Sequence[Tensor], shipped: ShippedCodes, group: RankGroup) -> tuple[Tensor, ...]:
+    if not is_summed(path):
+        return tuple(_part(each, 0, group) for each in parts)
+    codes, *scales = parts
+    in_column = 2 if codes.dtype is torch.uint8 else 1  # of 4 bits
+    inputs, size = codes.shape[1] * in_column, shipped.inputs_of_scale
+    mine = inputs // group.size
+    has_groups = scales[0].shape[1] > 1
+    if mine % in_column or (has_groups and mine % size):
+        raise ModelRefused(
+            f"--tensor-parallel {group.size}: {path}: {mine} of its {inputs} inputs a rank are no whole groups of "
+            f"{size if has_groups else in_column}: start without --quantization, which rebuilds the weights"
+        )
+    return (_part(codes, 1, group), *(_part(each, 1, group) if has_groups else each for each in scales))
+
+
 def cut_head(model: PreTrainedModel, group: RankGroup) -> None:
     head = model.get_output_embeddings()
     path = next(path for path, module in model.named_modules() if module is head)
@@ -67,7 +93,11 @@ def cut_head(model: PreTrainedModel, group: RankGroup) -> None:
 
 
 def _share(parameter: Tensor, dim: int, group: RankGroup) -> nn.Parameter:
-    return nn.Parameter(parameter.data.chunk(group.size, dim)[group.rank].clone(), requires_grad=False)
+    return nn.Parameter(_part(parameter.data, dim, group), requires_grad=False)
+
+
+def _part(tensor: Tensor, dim: int, group: RankGroup) -> Tensor:
+    return tensor.chunk(group.size, dim)[group.rank].clone()
 
 
 class SharedHead(nn.Module):

@@ -1,0 +1,57 @@
+"""The least that a step of bench/engine.py can do: bytes that a decode step reads once, operations of a prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from manylora_worker.models.loader import LoadedModel
+from manylora_worker.models.quantized.linear import QuantizedLinear
+from manylora_worker.weights.layout import HostAdapter
+from manylora_worker.weights.sites import ExpertShape
+
+
+class Floor:
+    """ranks: GPUs that share the model."""
+
+    def __init__(self, loaded: LoadedModel, ranks: int) -> None:
+        self._loaded = loaded
+        self._ranks = ranks
+        model, self._experts = loaded.model, loaded.spec.experts
+        self._weight_bytes = sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
+        self._weight_bytes += sum(m.weight_bytes for m in model.modules() if isinstance(m, QuantizedLinear))
+        self._weight_elements = sum(
+            p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name
+        )
+        self._weight_elements += sum(3 * e.hidden * e.width * e.top_k for e in self._experts.values())
+        self.token_bytes = loaded.spec.kv.token_bytes(torch.bfloat16)
+
+    def step_bytes(
+        self, rows: int, context: int, adapters: Iterable[tuple[HostAdapter, int]], rows_of_each: float
+    ) -> float:
+        """Weights, KV and distinct adapters with their sizes; of experts those that rows reach which go to them at
+        random.
+        """
+        total: float = self._weight_bytes + rows * context * self.token_bytes
+        total -= sum(2 * 3 * e.experts * e.hidden * e.width * _idle_share(e, rows) for e in self._experts.values())
+        return total + sum(size - self._idle_bytes(each, rows_of_each) for each, size in adapters)
+
+    def prefill_flops(self, prompts: int, tokens: int) -> int:
+        rows, config = prompts * tokens, self._loaded.model.config
+        head = config.vocab_size * config.hidden_size // self._ranks
+        flops = 2 * (self._weight_elements - head) * rows + 2 * head * prompts
+        attention = config.num_attention_heads * self._loaded.spec.kv.head_dim * config.num_hidden_layers
+        return int(flops + 2 * rows * tokens * attention // self._ranks)
+
+    def _idle_bytes(self, adapter: HostAdapter, rows: float) -> float:
+        shape = next(iter(self._experts.values()), None)
+        if shape is None:
+            return 0.0
+        placed = [each for each in adapter.layout if each.experts]
+        held = sum(each.a.rows * each.a.columns + sum(b.rows * b.columns for *_, b in each.slots) for each in placed)
+        return 2 * held * _idle_share(shape, rows)
+
+
+def _idle_share(shape: ExpertShape, rows: float) -> float:
+    """Of experts that none of the rows goes to."""
+    return float((1 - shape.top_k / shape.experts) ** rows)
