@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -67,10 +67,29 @@ def save_adapter(
     return folder
 
 
+class RoundingCache(DynamicCache):
+    """Keeps keys and values as FP8 keeps them. scales: by layer, of codes of keys and of values."""
+
+    def __init__(self, scales: Sequence[tuple[float, float]]) -> None:
+        super().__init__()
+        self._scales = scales
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *others: Any, **named: Any) -> Any:
+        rounded = [
+            (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) * scale
+            for x, scale in zip((keys, values), self._scales[layer_idx], strict=True)
+        ]
+        return super().update(*rounded, layer_idx, *others, **named)
+
+
 class Reference:
     """transformers + peft, one request at a time, adapters read from their folders."""
 
-    def __init__(self, model: PreTrainedModel, folders: Mapping[str, Path]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, folders: Mapping[str, Path], scales: Sequence[tuple[float, float]] = ()
+    ) -> None:
+        """scales: of keys and values in FP8, by layer: it attends to what is left of them."""
+        self._scales = scales
         self._wrapped: PeftModel | PreTrainedModel = model
         for name, folder in folders.items():
             if isinstance(self._wrapped, PeftModel):
@@ -85,16 +104,19 @@ class Reference:
 
     def logits(self, token_ids: list[int], adapter: str | None) -> torch.Tensor:
         """[tokens, vocab]"""
-        return self._run(adapter, lambda model: model(torch.tensor([token_ids])).logits[0].float())
+        return self._run(adapter, lambda model: model(torch.tensor([token_ids]), **self._cache()).logits[0].float())
 
     def greedy(self, token_ids: list[int], adapter: str | None, max_tokens: int) -> list[int]:
         prompt = torch.tensor([token_ids])
         options = {"max_new_tokens": max_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
         def generate(model: PreTrainedModel) -> torch.Tensor:
-            return model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options)
+            return model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options, **self._cache())
 
         return self._run(adapter, generate)[0, len(token_ids) :].tolist()
+
+    def _cache(self) -> Mapping[str, Any]:
+        return {"past_key_values": RoundingCache(self._scales)} if self._scales else {}
 
     def _run(self, adapter: str | None, call: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         with torch.no_grad():

@@ -46,6 +46,7 @@ from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.models.ranks.shared import SharedBackend, share
 from manylora_worker.models.torch.decoder import trusted_weights
 from manylora_worker.models.torch.eager_check import check_against_eager
+from manylora_worker.models.torch.kv_scales import with_fp8_kv
 from manylora_worker.models.torch.model_runner import TorchModelRunner
 from manylora_worker.models.vocabulary import read_vocabulary
 from manylora_worker.weights.adapter_check import AdapterReport, ThreadValidator
@@ -137,6 +138,8 @@ def build_rank(config: WorkerConfig, group: RankGroup | None, notify: Callable[[
     )
     check_against_eager(loaded, _planner(loaded))
     weights = trusted_weights(loaded)
+    if config.kv_cache_dtype == "fp8":
+        loaded = with_fp8_kv(loaded)
     is_gpu = loaded.device.type == "cuda"
     device_runner = draft = None
     if config.draft_model:
@@ -167,7 +170,7 @@ def build_rank(config: WorkerConfig, group: RankGroup | None, notify: Callable[[
         max_context_tokens=spec.max_context_tokens,
         eos_token_ids=spec.eos_token_ids,
         kv_block_bytes=spec.kv.token_bytes(loaded.dtype) * config.block_size,
-        dtype=config.compute_dtype,
+        dtype=config.compute_dtype + (", KV in fp8" if spec.kv.scales else ""),
         sampling_defaults=sampling_defaults(model_folder(config.model)),
         longest_context_tokens=spec.longest_context_tokens if weights is not None else 0,
         shape=_shape(loaded),

@@ -120,8 +120,8 @@ def _adapter_arena(
     cache: KvCache,
     limits: DeviceLimits,
     num_kv_blocks: int,
-    block_elements: int,
 ) -> AdapterArena:
+    block_elements = len(cache.flat) // cache.num_blocks
     return AdapterArena(
         cache.flat,
         block_elements,
@@ -166,13 +166,15 @@ class DeviceModelRunner:
             stride_kv=bs * row,
             stride_head=geometry.head_dim,
         )
-        self._adapters = _adapter_arena(loaded, weights, cache, limits, num_kv_blocks, self._layout.stride_block)
+        self._adapters = _adapter_arena(loaded, weights, cache, limits, num_kv_blocks)
         pdl = loaded.device.type == "cuda" and torch.cuda.get_device_capability(loaded.device) >= (9, 0)
         self._decoder = Decoder(
             weights,
             arena=cache.flat,
+            kv=cache.kept,
             layout=self._layout,
             layer_offsets=[cache.first_element + 2 * i * bs * row for i in range(geometry.num_layers)],
+            scales=geometry.scales,
             sites=self._adapters.sites,
             ropes=self._adapters.ropes,
             lora_chunks=self._adapters.chunks,

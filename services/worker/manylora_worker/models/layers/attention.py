@@ -214,7 +214,7 @@ class AttentionStep:
         """
         if sinks is not None:
             sinks = sinks.view(*queries.shape[1:3], 1)
-        self._cache.write(layer, self._token_rows, keys, values)
+        keys, values = self._cache.write(layer, self._token_rows, keys, values)
         plan = self._plans.get(window)
         if plan is None:
             plan = self._plans[window] = self._build_plan(window, queries.device)

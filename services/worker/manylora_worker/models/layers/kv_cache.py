@@ -15,6 +15,9 @@ from torch import Tensor
 
 MIB = 1 << 20
 _GATHERED_BYTES = 2 * MIB  # of keys, and of values as many
+FP8 = torch.float8_e4m3fn
+FP8_LARGEST = 448.0
+_FP8_NAN = 0xFF  # of bytes all of which are this one, numbers of 16 and 32 bits are none either
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,9 @@ class KvGeometry:
     layers: tuple[LayerKv, ...] = ()  # empty: all are alike
     # of a draft model, whose keys and values stand behind these in each block
     beside: KvGeometry | None = None
+    # by layer, powers of two that the codes of keys and of values kept in FP8 (e4m3) are multiplied with; empty: they
+    # are kept in the model's dtype
+    scales: tuple[tuple[float, float], ...] = ()
 
     @classmethod
     def of(
@@ -101,7 +107,8 @@ class KvGeometry:
         return _up_to(self.first_beside + self.beside.own_elements, rows)
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        return self.token_elements * dtype.itemsize
+        """dtype: the model's."""
+        return self.token_elements * (FP8 if self.scales else dtype).itemsize
 
     def state_blocks(self, block_size: int, dtype: torch.dtype) -> int:
         """Of a sequence, beside those of its tokens."""
@@ -113,6 +120,11 @@ class KvGeometry:
 
 def _up_to(count: int, unit: int) -> int:
     return -(-count // unit) * unit
+
+
+def fp8_codes(x: Tensor, scale: float) -> Tensor:
+    """Of x / scale, to the nearest. What is larger than the largest code is that one; a NaN stays one."""
+    return (x * (1 / scale)).clamp_(-FP8_LARGEST, FP8_LARGEST).to(FP8)
 
 
 # Block-major, so clearing or copying a block is one contiguous write:
@@ -140,13 +152,15 @@ class KvCache:
         self.geometry = geometry
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.dtype = dtype
+        self.dtype = dtype  # of keys and values as they are read
         self.state_blocks = geometry.state_blocks(block_size, dtype)
         self.block_elements = geometry.token_elements * block_size
         self.marks_free = marks_free
+        # torch's operators on indices know bytes, not FP8
+        kept = torch.uint8 if geometry.scales else dtype
         # NaN: the sampler then names a sequence that read a free block
-        self._free_value = math.nan if marks_free else 0.0
-        self._by_block_id = torch.full((num_blocks, self.block_elements), self._free_value, dtype=dtype, device=device)
+        self._free_value = 0 if not marks_free else _FP8_NAN if geometry.scales else math.nan
+        self._by_block_id = torch.full((num_blocks, self.block_elements), self._free_value, dtype=kept, device=device)
         self._see(0)
 
     def _see(self, first_element: int) -> None:
@@ -159,9 +173,10 @@ class KvCache:
         by_token = self._arena.view(-1, row_elements)
         first_row = first_element // (block_size * row_elements)
         rows = range(first_row, first_row + num_rows, 2)
-        self._places = geometry.places
+        self._places, self._scales = geometry.places, geometry.scales
         self._gathered = (self._arena.new_empty(0, 0), self._arena.new_empty(0, 0))
         self._joined = (self._arena.new_empty(0), self._arena.new_empty(0))
+        self._decoded = (self._arena.new_empty(0, dtype=self.dtype), self._arena.new_empty(0, dtype=self.dtype))
         self._block_views = [(self._arena[i:], self._arena[i + 1 :]) for i in rows]
         self._token_views = [(by_token[i * block_size :], by_token[(i + 1) * block_size :]) for i in rows]
 
@@ -186,11 +201,17 @@ class KvCache:
 
     @property
     def flat(self) -> Tensor:
-        return self._by_block_id.view(-1)
+        """All blocks, as elements of the model's dtype."""
+        return self._by_block_id.view(-1).view(self.dtype)
+
+    @property
+    def kept(self) -> Tensor:
+        """All blocks, as elements of keys and values."""
+        return self._by_block_id.view(-1).view(FP8 if self._scales else self.dtype)
 
     @property
     def by_block(self) -> Tensor:
-        """[num_blocks, elements of a block]."""
+        """[num_blocks, elements of a block]; bytes where they are FP8."""
         return self._by_block_id
 
     def block_row(self, block_id: int) -> int:
@@ -201,6 +222,18 @@ class KvCache:
 
     def gather(self, layer: int, block_rows: Tensor) -> tuple[Tensor, Tensor]:
         """[len(block_rows), block_size * kv_heads * head_dim] each, good until the next call."""
+        kept = self._gather_layer(layer, block_rows)
+        if not self._scales:
+            return kept
+        size = kept[0].numel()
+        if self._decoded[0].shape[0] < size:
+            self._decoded = (self._decoded[0].new_empty(2 * size), self._decoded[1].new_empty(2 * size))
+        pairs = zip(self._decoded, kept, self._scales[layer], strict=True)
+        keys, values = (to[:size].view(x.shape).copy_(x.view(FP8)).mul_(scale) for to, x, scale in pairs)
+        return keys, values
+
+    def _gather_layer(self, layer: int, block_rows: Tensor) -> tuple[Tensor, Tensor]:
+        # as they are kept
         place = self._places[layer]
         if place.count == 1:
             return self._gather(place.first, block_rows)
@@ -228,16 +261,24 @@ class KvCache:
             torch.index_select(values, 0, block_rows, out=kept_values[:count]),
         )
 
-    def write(self, layer: int, token_rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """keys, values: [num_tokens, kv_heads * head_dim]. Of a layer that reads another's: they stand there."""
-        place = self._places[layer]
+    def write(self, layer: int, token_rows: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """keys, values: [num_tokens, kv_heads * head_dim]. Of a layer that reads another's: they stand there. Returns
+        them as they will be read.
+        """
+        place, read = self._places[layer], (keys, values)
+        if self._scales:
+            pairs = zip(read, self._scales[layer], strict=True)
+            codes = [(fp8_codes(x, scale), scale) for x, scale in pairs]
+            read = (codes[0][0].to(self.dtype).mul_(codes[0][1]), codes[1][0].to(self.dtype).mul_(codes[1][1]))
+            keys, values = (each.view(torch.uint8) for each, _ in codes)
         if not place.is_own:
-            return
+            return read
         parts = zip(keys.chunk(place.count, 1), values.chunk(place.count, 1), strict=True)
         for row, (own_keys, own_values) in enumerate(parts, place.first):
             key_view, value_view = self._token_views[row]
             key_view.index_copy_(0, token_rows, own_keys)
             value_view.index_copy_(0, token_rows, own_values)
+        return read
 
     def clear_blocks(self, block_ids: Tensor) -> None:
         # zero, or NaN, as free blocks are
