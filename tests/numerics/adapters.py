@@ -68,11 +68,13 @@ def save_adapter(
 
 
 class RoundingCache(DynamicCache):
-    """Keeps keys and values as FP8 keeps them. scales: by layer, of codes of keys and of values."""
+    """Keeps keys and values as FP8 keeps them. scales: by layer that attends, of codes of keys and of values."""
 
-    def __init__(self, scales: Sequence[tuple[float, float]]) -> None:
-        super().__init__()
-        self._scales = scales
+    def __init__(self, config: Any, scales: Sequence[tuple[float, float]]) -> None:
+        super().__init__(config=config)
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(scales)
+        attending = [i for i, kind in enumerate(kinds) if kind != "linear_attention"]
+        self._scales = dict(zip(attending, scales, strict=True))
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *others: Any, **named: Any) -> Any:
         rounded = [
@@ -116,7 +118,8 @@ class Reference:
         return self._run(adapter, generate)[0, len(token_ids) :].tolist()
 
     def _cache(self) -> Mapping[str, Any]:
-        return {"past_key_values": RoundingCache(self._scales)} if self._scales else {}
+        config = self._wrapped.config.get_text_config()
+        return {"past_key_values": RoundingCache(config, self._scales)} if self._scales else {}
 
     def _run(self, adapter: str | None, call: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         with torch.no_grad():

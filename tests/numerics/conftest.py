@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -27,6 +28,10 @@ class Family:
     adapters: dict[str, Path]
     loaded: LoadedModel
     reference: Reference
+
+    @property
+    def kv_cache_dtype(self) -> Literal["auto", "fp8"]:
+        return "fp8" if self.loaded.spec.kv.scales else "auto"
 
     def put_adapters(self, objects: Path) -> dict[str, AdapterUid]:
         """Copies the adapters into an adapter store's folder of objects; returns their uids by their names."""
