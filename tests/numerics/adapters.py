@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import DynamicCache, PreTrainedModel
 
+FP8_SLACK = 0.1  # of logits
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 DELTA_NET = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
@@ -116,6 +117,14 @@ class Reference:
             return model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options, **self._cache())
 
         return self._run(adapter, generate)[0, len(token_ids) :].tolist()
+
+    def allows(self, token_ids: list[int], adapter: str | None, answer: list[int]) -> bool:
+        """Whether the answer is the greedy one, or with keys and values in FP8 hardly less likely token by token: a
+        code moves by a sixteenth of itself where the last bit of a device's sum does."""
+        if not self._scales:
+            return answer == self.greedy(token_ids, adapter, len(answer))
+        rows = self.logits([*token_ids, *answer[:-1]], adapter)[len(token_ids) - 1 :]
+        return all(float(row.max() - row[token]) < FP8_SLACK for row, token in zip(rows, answer, strict=True))
 
     def _cache(self) -> Mapping[str, Any]:
         config = self._wrapped.config.get_text_config()

@@ -48,9 +48,7 @@ FamilyOf = Callable[[str], Family]
 KV_IN_FP8 = " with KV in fp8"  # behind a family's name
 
 
-def reference_of(
-    folder: Path, adapters: Mapping[str, Path], scales: Sequence[tuple[float, float]] = ()
-) -> Reference:
+def reference_of(folder: Path, adapters: Mapping[str, Path], scales: Sequence[tuple[float, float]] = ()) -> Reference:
     fresh = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     return Reference(fresh.eval(), adapters, scales)
 

@@ -13,6 +13,7 @@ from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
 import torch
+from manylora_shared.composition import RANKS_AT_ONCE
 from manylora_shared.encryption.keyring import Keyring
 from manylora_shared.encryption.sealing import OpeningKeys
 from manylora_shared.encryption.settings import opening_keys
@@ -295,6 +296,8 @@ def _device_runner(
     from manylora_worker.models.cuda.runner import DeviceLimits, DeviceModelRunner, activation_bytes
 
     block_bytes = loaded.spec.kv.token_bytes(loaded.dtype) * config.block_size
+    if loaded.spec.kv.scales:
+        _check_block(loaded, config, block_bytes)
     adapter_blocks = config.device_adapter_bytes // block_bytes
     if adapter_blocks < 1:
         raise ModelRefused(f"device_adapter_mb: holds no block of {block_bytes} bytes")
@@ -323,6 +326,19 @@ def _device_runner(
         num_host_blocks=_host_blocks(loaded, config),
         drafter=None if draft is None else _drafter(loaded, draft, cache, config),
     )
+
+
+def _check_block(loaded: LoadedModel, config: WorkerConfig, block_bytes: int) -> None:
+    """Raises ModelRefused where one in FP8 is less than what an adapter cannot be cut below."""
+    sites = [site for site in loaded.sites if not site.experts]
+    widest = max(width for site in sites for width in (site.in_features, *(s.stop - s.start for s in site.slots)))
+    part_bytes = min(RANKS_AT_ONCE, config.max_lora_rank) * widest * loaded.dtype.itemsize
+    if part_bytes > block_bytes:
+        least = -(-part_bytes * config.block_size // block_bytes)
+        raise ModelRefused(
+            f"--block-size {config.block_size}: a block of KV in fp8 has {block_bytes} bytes, and a part of an adapter "
+            f"up to {part_bytes}: set --block-size {1 << (least - 1).bit_length()}"
+        )
 
 
 def _blocks_left(device: torch.device, reserved_bytes: int, block_bytes: int) -> int:

@@ -107,7 +107,6 @@ class KvGeometry:
         return _up_to(self.first_beside + self.beside.own_elements, rows)
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """dtype: the model's."""
         return self.token_elements * (FP8 if self.scales else dtype).itemsize
 
     def state_blocks(self, block_size: int, dtype: torch.dtype) -> int:
@@ -123,7 +122,7 @@ def _up_to(count: int, unit: int) -> int:
 
 
 def fp8_codes(x: Tensor, scale: float) -> Tensor:
-    """Of x / scale, to the nearest. What is larger than the largest code is that one; a NaN stays one."""
+    # to the nearest, and at most the largest; a NaN stays one
     return (x * (1 / scale)).clamp_(-FP8_LARGEST, FP8_LARGEST).to(FP8)
 
 
@@ -201,12 +200,12 @@ class KvCache:
 
     @property
     def flat(self) -> Tensor:
-        """All blocks, as elements of the model's dtype."""
+        # as elements of the model's dtype
         return self._by_block_id.view(-1).view(self.dtype)
 
     @property
     def kept(self) -> Tensor:
-        """All blocks, as elements of keys and values."""
+        # as elements of keys and values
         return self._by_block_id.view(-1).view(FP8 if self._scales else self.dtype)
 
     @property
@@ -263,14 +262,14 @@ class KvCache:
 
     def write(self, layer: int, token_rows: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """keys, values: [num_tokens, kv_heads * head_dim]. Of a layer that reads another's: they stand there. Returns
-        them as they will be read.
+        what `gather` will.
         """
         place, read = self._places[layer], (keys, values)
         if self._scales:
-            pairs = zip(read, self._scales[layer], strict=True)
-            codes = [(fp8_codes(x, scale), scale) for x, scale in pairs]
-            read = (codes[0][0].to(self.dtype).mul_(codes[0][1]), codes[1][0].to(self.dtype).mul_(codes[1][1]))
-            keys, values = (each.view(torch.uint8) for each, _ in codes)
+            of_keys, of_values = self._scales[layer]
+            keys, values = fp8_codes(keys, of_keys), fp8_codes(values, of_values)
+            read = keys.to(self.dtype).mul_(of_keys), values.to(self.dtype).mul_(of_values)
+            keys, values = keys.view(torch.uint8), values.view(torch.uint8)
         if not place.is_own:
             return read
         parts = zip(keys.chunk(place.count, 1), values.chunk(place.count, 1), strict=True)

@@ -22,9 +22,7 @@ _ROOM = 16  # times what the pass finds: other texts and adapters make larger on
 
 
 class _Watched(KvCache):
-    """largest: [layers, 2], of keys and of values."""
-
-    largest: Tensor
+    largest: Tensor  # [layers, 2], of keys and of values
 
     def write(self, layer: int, token_rows: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.largest[layer] = torch.stack([keys.abs().max(), values.abs().max()])
@@ -32,7 +30,7 @@ class _Watched(KvCache):
 
 
 def with_fp8_kv(loaded: LoadedModel) -> LoadedModel:
-    """Its keys and values are kept in FP8. Raises ModelRefused."""
+    """Raises ModelRefused."""
     found = _largest(loaded)
     if not all(math.isfinite(each) for pair in found for each in pair):
         raise ModelRefused(f"{loaded.spec.model_type}: --kv-cache-dtype fp8: it has keys or values that are no numbers")
@@ -48,7 +46,7 @@ def with_fp8_kv(loaded: LoadedModel) -> LoadedModel:
 
 
 def _scale(largest: float) -> float:
-    """The least power of two by which _ROOM times that has a code."""
+    # the least power of two by which _ROOM times that has a code
     return 2.0 ** math.ceil(math.log2(largest * _ROOM / FP8_LARGEST)) if largest > 0 else 1.0
 
 

@@ -231,10 +231,10 @@ def attend_decode(
     _decode_kernel[(rows, shape.num_kv_heads, splits)](
         q, cache, tables, table_rows, positions, num_rows, out, scratch.partial, scratch.stats, scratch.counters,
         sinks, shape.scale * scales[0], scales[1], tables.stride(0), layout.stride_block, layout.stride_token,
-        layout.stride_kv, layout.stride_head, NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads, HEAD_DIM=shape.head_dim,
-        BLOCK_D=block_d, BLOCK_G=max(16, triton.next_power_of_2(group)), BLOCK_N=block_n, BLOCK_SIZE=layout.block_size,
-        WINDOW=shape.window or 0, SOFTCAP=shape.softcap or 0.0, SINKS=shape.has_sinks, SPLITS=splits,
-        EARLY=not is_many, PDL=pdl, num_warps=1 if is_many else 4, num_stages=2, launch_pdl=pdl,
+        layout.stride_kv, layout.stride_head, NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
+        HEAD_DIM=shape.head_dim, BLOCK_D=block_d, BLOCK_G=max(16, triton.next_power_of_2(group)), BLOCK_N=block_n,
+        BLOCK_SIZE=layout.block_size, WINDOW=shape.window or 0, SOFTCAP=shape.softcap or 0.0, SINKS=shape.has_sinks,
+        SPLITS=splits, EARLY=not is_many, PDL=pdl, num_warps=1 if is_many else 4, num_stages=2, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -351,8 +351,9 @@ def attend_prefill(
     block_m = prefill_block_m(shape)
     _prefill_kernel[(shape.num_heads, num_tiles)](
         q, cache, tables, tiles, out, sinks, shape.scale * scales[0], scales[1], tables.stride(0), layout.stride_block,
-        layout.stride_token, layout.stride_kv, layout.stride_head, NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
-        HEAD_DIM=shape.head_dim, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=32 if wide else 64,
-        BLOCK_SIZE=layout.block_size, WINDOW=shape.window or 0, SOFTCAP=shape.softcap or 0.0,
-        SINKS=shape.has_sinks, num_warps=8 if block_m == 128 else 4, num_stages=1 if wide else 2,
+        layout.stride_token, layout.stride_kv, layout.stride_head, NUM_HEADS=shape.num_heads,
+        NUM_KV_HEADS=shape.num_kv_heads, HEAD_DIM=shape.head_dim, BLOCK_D=block_d, BLOCK_M=block_m,
+        BLOCK_N=32 if wide else 64, BLOCK_SIZE=layout.block_size, WINDOW=shape.window or 0,
+        SOFTCAP=shape.softcap or 0.0, SINKS=shape.has_sinks, num_warps=8 if block_m == 128 else 4,
+        num_stages=1 if wide else 2,
     )  # fmt: skip

@@ -73,7 +73,9 @@ class DecodeAttention:
     def where_it_runs(
         cls, shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device, *, is_fp8: bool = False
     ) -> DecodeAttention | None:
-        """dtype: of queries; is_fp8: of keys and values. None, and on a GPU a line in the log, where the Triton kernel has to do."""
+        """dtype: of queries; is_fp8: codes of keys and values. None, and on a GPU a line in the log, where the Triton
+        kernel has to do.
+        """
         if device.type != "cuda" or dtype != torch.bfloat16:
             return None
         try:
@@ -111,7 +113,8 @@ class DecodeAttention:
         kernel.launch(
             (min(each_head * splits, programs), 1, 1), 32 * variant.warps, shared_bytes,
             (q, cache, out, tables, table_rows, positions, num_rows, scratch.partial, scratch.stats, scratch.counters,
-             read_sinks, shape.scale * scales[0], scales[1], rows, splits, shape.num_kv_heads, tables.stride(0), *strides),
+             read_sinks, shape.scale * scales[0], scales[1], rows, splits, shape.num_kv_heads, tables.stride(0),
+             *strides),
             pdl=pdl,
         )  # fmt: skip
 

@@ -22,7 +22,7 @@ from manylora_worker.models.cuda.kernels.lora import (
 
 @triton.jit
 def _kept(x, factor, FP8: tl.constexpr):
-    """As it goes to the cache: what no code of e4m3 is as large as becomes the largest, a NaN stays one."""
+    # as fp8_codes of models/layers/kv_cache.py
     if FP8:
         x = tl.clamp(x * factor, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
     return x
@@ -33,11 +33,11 @@ def _rotate_store_kernel(
     qkv_ptr, q_ptr, cache_ptr, tables_ptr, table_rows_ptr, positions_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
     num_rows_ptr, outputs_ptr, tiles_ptr, row_adapters_ptr, low_rank_ptr, weights_ptr, sites_ptr, stride_part,
     stride_table, stride_block, stride_token, stride_kv, stride_head, stride_low_rank, stride_split, stride_site,
-    eps, key_factor, value_factor, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_HALF: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, PARTS: tl.constexpr, HEAD_NORM: tl.constexpr, WEIGHT_PLUS_ONE: tl.constexpr,
-    ANGLES_BY_ROW: tl.constexpr, HAS_OUTPUTS: tl.constexpr, HAS_LORA: tl.constexpr, BY_TILE: tl.constexpr,
-    NUM_SLOTS: tl.constexpr, CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr,
+    eps, key_factor, value_factor, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr, HEAD_NORM: tl.constexpr,
+    WEIGHT_PLUS_ONE: tl.constexpr, ANGLES_BY_ROW: tl.constexpr, HAS_OUTPUTS: tl.constexpr, HAS_LORA: tl.constexpr,
+    BY_TILE: tl.constexpr, NUM_SLOTS: tl.constexpr, CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr,
     COLUMNS: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of BLOCK_M rows: its rotated halves `one` and `two`, and the `rest` that is not rotated."""
@@ -205,7 +205,8 @@ def rotate_store(
         **expand_arguments(lora, num_rows), tiles_ptr=num_rows if lora is None else lora.tiles,
         stride_part=qkv.stride(0), stride_table=tables.stride(0), stride_block=layout.stride_block,
         stride_token=layout.stride_token, stride_kv=layout.stride_kv, stride_head=layout.stride_head, eps=eps,
-        key_factor=1 / scales[0], value_factor=1 / scales[1], NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HALF=half,
+        key_factor=1 / scales[0], value_factor=1 / scales[1], NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim, HALF=half,
         BLOCK_HALF=max(16, triton.next_power_of_2(half)), REST=rest,
         BLOCK_REST=max(16, triton.next_power_of_2(max(rest, 1))), BLOCK_SIZE=layout.block_size, BLOCK_M=block_m,
         PARTS=qkv.shape[0], HEAD_NORM=q_norm is not None, WEIGHT_PLUS_ONE=weight_plus_one,
