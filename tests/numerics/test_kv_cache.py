@@ -134,6 +134,8 @@ def test_codes_of_fp8_are_written_and_read_with_their_layers_scales() -> None:
         values.to(torch.float8_e4m3fn).float(),
     )
     assert expected[0][0, 0] == 64 * 448
+    assert made.cuts is not None
+    assert int(made.cuts.count) == 1
     gathered = made.gather(1, torch.tensor([made.block_row(2), made.block_row(0)]))
     for found, again, want in zip(read, gathered, expected, strict=True):
         torch.testing.assert_close(found, want, atol=0, rtol=0, equal_nan=True)

@@ -76,17 +76,20 @@ def test_keys_and_values_in_fp8(half: int, device: str) -> None:
     indices = torch.arange(ROWS, dtype=torch.int32, device=device)
     angles = torch.zeros(ROWS, half, device=device)  # so that rotating rounds nothing
     layout = PagedLayout(block_size=2, stride_block=128, stride_token=32, stride_kv=64, stride_head=16)
-    scales = (2.0, 0.25)
+    scales, cuts = (2.0, 0.25), torch.zeros(1, dtype=torch.int64, device=device)
     q, cache = torch.zeros(ROWS, heads * head_dim, device=device), torch.zeros(ROWS * 128, device=device).to(FP8)
     rotate_store(
         qkv, q, cache, tables=indices[:, None].repeat(1, 4), table_rows=indices, positions=indices % 2,
         cos=angles.cos(), sin=angles.sin(), q_norm=None, k_norm=None, eps=1e-5, weight_plus_one=False,
         num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, layout=layout,
-        num_rows=torch.tensor(ROWS, dtype=torch.int32, device=device), lora=None, num_slots=3, scales=scales, pdl=False,
+        num_rows=torch.tensor(ROWS, dtype=torch.int32, device=device), lora=None, num_slots=3, scales=scales, cuts=cuts,
+        pdl=False,
     )  # fmt: skip
+    written = qkv[0].view(ROWS, -1, kv_heads * head_dim)[:, 1:]
+    limits = 448 * torch.tensor(scales, device=device)[:, None]
+    assert int(cuts) == int((written.abs() > limits).sum()) > ROWS
     kept = cache.view(torch.uint8).view(ROWS, 2, 2, 32)  # block, keys and values, token
     for row in range(ROWS):
         for which, scale in enumerate(scales):
-            written = qkv[0, row].view(-1, kv_heads * head_dim)[1 + which]
-            assert torch.equal(kept[row, which, row % 2], fp8_codes(written, scale).view(torch.uint8))
+            assert torch.equal(kept[row, which, row % 2], fp8_codes(written[row, which], scale).view(torch.uint8))
     assert torch.equal(q, qkv[0, :, : heads * head_dim]), "queries stay as they are"

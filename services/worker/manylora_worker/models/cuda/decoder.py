@@ -132,7 +132,7 @@ class Decoder:
     """Args:
     arena: every block of KV and adapters, flat; kv: the same, as elements of keys and values.
     layer_offsets: where each layer's keys begin inside a block, in elements.
-    scales: by layer, of keys and values in FP8.
+    scales: by layer, of keys and values in FP8; cuts: see rotate_store.
     sites: int64 [sites, adapter slots, fields]; see kernels/lora.py.
     ropes: float32 [adapter slots, rotated / 2 + 1]; see rotate.row_angles.
     pdl: see the kernels package.
@@ -147,6 +147,7 @@ class Decoder:
         layout: PagedLayout,
         layer_offsets: Sequence[int],
         scales: Sequence[tuple[float, float]],
+        cuts: Tensor | None,
         sites: Tensor,
         ropes: Tensor,
         lora_chunks: int,
@@ -159,7 +160,7 @@ class Decoder:
         self._arena = arena
         self._layout = layout
         self._layer_caches = [kv[offset:] for offset in layer_offsets]
-        self._scales = scales or [(1.0, 1.0)] * len(layer_offsets)
+        self._scales, self._cuts = scales or [(1.0, 1.0)] * len(layer_offsets), cuts
         self._sites = sites
         self._ropes = ropes
         self._lora_chunks = lora_chunks
@@ -444,6 +445,7 @@ class Decoder:
             num_slots=len(layer.qkv.site.slots),
             angles_by_row=step.lora is not None and len(self.weights.ropes) == 1,
             scales=self._scales[index],
+            cuts=self._cuts,
             pdl=self._pdl,
         )
 

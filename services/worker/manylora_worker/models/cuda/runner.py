@@ -175,6 +175,7 @@ class DeviceModelRunner:
             layout=self._layout,
             layer_offsets=[cache.first_element + 2 * i * bs * row for i in range(geometry.num_layers)],
             scales=geometry.scales,
+            cuts=None if cache.cuts is None else cache.cuts.count,
             sites=self._adapters.sites,
             ropes=self._adapters.ropes,
             lora_chunks=self._adapters.chunks,
@@ -249,6 +250,8 @@ class DeviceModelRunner:
             self._prepare_blocks(batch)
             if not batch.chunks:
                 return PendingStep([], Draws(), self._device)
+            if self._cache.cuts is not None:
+                self._cache.cuts.after_step()
             if self._drafter is not None:
                 batch = self._drafter.guessed(batch)
             plan = self._packer.pack(batch.chunks)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from manylora_worker.models.layers.kv_cuts import KvCuts
+
 MIB = 1 << 20
 _GATHERED_BYTES = 2 * MIB  # of keys, and of values as many
 FP8 = torch.float8_e4m3fn
@@ -155,6 +157,7 @@ class KvCache:
         self.state_blocks = geometry.state_blocks(block_size, dtype)
         self.block_elements = geometry.token_elements * block_size
         self.marks_free = marks_free
+        self.cuts = KvCuts(device) if geometry.scales else None
         # torch's operators on indices know bytes, not FP8
         kept = torch.uint8 if geometry.scales else dtype
         # NaN: the sampler then names a sequence that read a free block
@@ -267,6 +270,9 @@ class KvCache:
         place, read = self._places[layer], (keys, values)
         if self._scales:
             of_keys, of_values = self._scales[layer]
+            assert self.cuts is not None
+            for x, scale in ((keys, of_keys), (values, of_values)):
+                self.cuts.count.add_((x.abs() > scale * FP8_LARGEST).sum())
             keys, values = fp8_codes(keys, of_keys), fp8_codes(values, of_values)
             read = keys.to(self.dtype).mul_(of_keys), values.to(self.dtype).mul_(of_values)
             keys, values = keys.view(torch.uint8), values.view(torch.uint8)
