@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="triton is not installed: it comes with CUD
 
 from manylora_worker.models.cuda.kernels.attention import PagedLayout, attend_prefill, prefill_block_m
 from manylora_worker.models.decoder_weights import AttentionShape
-from manylora_worker.models.layers.kv_cache import FP8
+from manylora_worker.models.layers.fp8_codes import FP8
 
 from tests.numerics.interpreter import DEVICES, INTERPRETED
 

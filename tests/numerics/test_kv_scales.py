@@ -13,7 +13,8 @@ import torch
 from manylora_worker.config import WorkerConfig
 from manylora_worker.models.build import _check_block, build_engine
 from manylora_worker.models.checkpoint import ModelRefused
-from manylora_worker.models.layers.kv_cache import FP8_LARGEST, MIB
+from manylora_worker.models.layers.fp8_codes import FP8_LARGEST
+from manylora_worker.models.layers.kv_cache import MIB
 from manylora_worker.models.loader import LoadedModel, load_model
 from manylora_worker.models.torch.kv_scales import with_fp8_kv
 from manylora_worker.models.torch.model_runner import TorchModelRunner

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="triton is not installed: it comes with CUD
 
 from manylora_worker.models.cuda.kernels.attention import PagedLayout
 from manylora_worker.models.cuda.kernels.rotate import rotate_store, row_angles
-from manylora_worker.models.layers.kv_cache import FP8, fp8_codes
+from manylora_worker.models.layers.fp8_codes import FP8, codes_of
 from test_add_norm import ROWS, ROWS_THERE, only_outputs
 
 from tests.numerics.interpreter import DEVICES
@@ -91,5 +91,5 @@ def test_keys_and_values_in_fp8(half: int, device: str) -> None:
     kept = cache.view(torch.uint8).view(ROWS, 2, 2, 32)  # block, keys and values, token
     for row in range(ROWS):
         for which, scale in enumerate(scales):
-            assert torch.equal(kept[row, which, row % 2], fp8_codes(written[row, which], scale).view(torch.uint8))
+            assert torch.equal(kept[row, which, row % 2], codes_of(written[row, which], scale).view(torch.uint8))
     assert torch.equal(q, qkv[0, :, : heads * head_dim]), "queries stay as they are"

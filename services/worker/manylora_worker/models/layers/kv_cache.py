@@ -13,13 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from manylora_worker.models.layers.fp8_codes import FP8, FP8_LARGEST, FP8_NAN, codes_of, numbers_of
 from manylora_worker.models.layers.kv_cuts import KvCuts
 
 MIB = 1 << 20
 _GATHERED_BYTES = 2 * MIB  # of keys, and of values as many
-FP8 = torch.float8_e4m3fn
-FP8_LARGEST = 448.0
-_FP8_NAN = 0xFF  # of bytes all of which are this one, numbers of 16 and 32 bits are none either
 
 
 @dataclass(frozen=True)
@@ -123,11 +121,6 @@ def _up_to(count: int, unit: int) -> int:
     return -(-count // unit) * unit
 
 
-def fp8_codes(x: Tensor, scale: float) -> Tensor:
-    # to the nearest, and at most the largest; a NaN stays one
-    return (x * (1 / scale)).clamp_(-FP8_LARGEST, FP8_LARGEST).to(FP8)
-
-
 # Block-major, so clearing or copying a block is one contiguous write:
 #
 #     arena row = block * rows_per_block + 2 * layer + (0 keys | 1 values)      holds [block_size, kv_heads, head_dim]
@@ -161,7 +154,7 @@ class KvCache:
         # torch's operators on indices know bytes, not FP8
         kept = torch.uint8 if geometry.scales else dtype
         # NaN: the sampler then names a sequence that read a free block
-        self._free_value = 0 if not marks_free else _FP8_NAN if geometry.scales else math.nan
+        self._free_value = 0 if not marks_free else FP8_NAN if geometry.scales else math.nan
         self._by_block_id = torch.full((num_blocks, self.block_elements), self._free_value, dtype=kept, device=device)
         self._see(0)
 
@@ -178,7 +171,8 @@ class KvCache:
         self._places, self._scales = geometry.places, geometry.scales
         self._gathered = (self._arena.new_empty(0, 0), self._arena.new_empty(0, 0))
         self._joined = (self._arena.new_empty(0), self._arena.new_empty(0))
-        self._decoded = (self._arena.new_empty(0, dtype=self.dtype), self._arena.new_empty(0, dtype=self.dtype))
+        self._numbers = (self._arena.new_empty(0, dtype=self.dtype), self._arena.new_empty(0, dtype=self.dtype))
+        self._scratch = self._arena.new_empty(0, dtype=torch.int16)
         self._block_views = [(self._arena[i:], self._arena[i + 1 :]) for i in rows]
         self._token_views = [(by_token[i * block_size :], by_token[(i + 1) * block_size :]) for i in rows]
 
@@ -224,14 +218,21 @@ class KvCache:
 
     def gather(self, layer: int, block_rows: Tensor) -> tuple[Tensor, Tensor]:
         """[len(block_rows), block_size * kv_heads * head_dim] each, good until the next call."""
-        kept = self._gather_layer(layer, block_rows)
+        return self.read(layer, self._gather_layer(layer, block_rows))
+
+    def read(self, layer: int, kept: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """kept: as `write` has returned them. Good until the next call of this or of `gather`."""
         if not self._scales:
             return kept
         size = kept[0].numel()
-        if self._decoded[0].shape[0] < size:
-            self._decoded = (self._decoded[0].new_empty(2 * size), self._decoded[1].new_empty(2 * size))
-        pairs = zip(self._decoded, kept, self._scales[layer], strict=True)
-        keys, values = (to[:size].view(x.shape).copy_(x.view(FP8)).mul_(scale) for to, x, scale in pairs)
+        if len(self._scratch) < size:
+            self._numbers = (self._numbers[0].new_empty(2 * size), self._numbers[1].new_empty(2 * size))
+            self._scratch = self._scratch.new_empty(2 * size)
+        pairs = zip(kept, self._scales[layer], self._numbers, strict=True)
+        keys, values = (
+            numbers_of(codes.view(-1), scale, to[:size], self._scratch[:size]).view(codes.shape)
+            for codes, scale, to in pairs
+        )
         return keys, values
 
     def _gather_layer(self, layer: int, block_rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -265,25 +266,23 @@ class KvCache:
 
     def write(self, layer: int, token_rows: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """keys, values: [num_tokens, kv_heads * head_dim]. Of a layer that reads another's: they stand there. Returns
-        what `gather` will.
+        them as they are kept.
         """
-        place, read = self._places[layer], (keys, values)
+        place = self._places[layer]
         if self._scales:
-            of_keys, of_values = self._scales[layer]
-            assert self.cuts is not None
-            for x, scale in ((keys, of_keys), (values, of_values)):
-                self.cuts.count.add_((x.abs() > scale * FP8_LARGEST).sum())
-            keys, values = fp8_codes(keys, of_keys), fp8_codes(values, of_values)
-            read = keys.to(self.dtype).mul_(of_keys), values.to(self.dtype).mul_(of_values)
-            keys, values = keys.view(torch.uint8), values.view(torch.uint8)
-        if not place.is_own:
-            return read
-        parts = zip(keys.chunk(place.count, 1), values.chunk(place.count, 1), strict=True)
-        for row, (own_keys, own_values) in enumerate(parts, place.first):
-            key_view, value_view = self._token_views[row]
-            key_view.index_copy_(0, token_rows, own_keys)
-            value_view.index_copy_(0, token_rows, own_values)
-        return read
+            keys, values = (self._codes(x, scale) for x, scale in zip((keys, values), self._scales[layer], strict=True))
+        if place.is_own:
+            parts = zip(keys.chunk(place.count, 1), values.chunk(place.count, 1), strict=True)
+            for row, (own_keys, own_values) in enumerate(parts, place.first):
+                key_view, value_view = self._token_views[row]
+                key_view.index_copy_(0, token_rows, own_keys)
+                value_view.index_copy_(0, token_rows, own_values)
+        return keys, values
+
+    def _codes(self, x: Tensor, scale: float) -> Tensor:
+        assert self.cuts is not None
+        self.cuts.count.add_((x.abs() > scale * FP8_LARGEST).sum())
+        return codes_of(x, scale).view(torch.uint8)
 
     def clear_blocks(self, block_ids: Tensor) -> None:
         # zero, or NaN, as free blocks are

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.layers.attention import STEP_KEYWORD, AttentionStep, PrefillRows
-from manylora_worker.models.layers.kv_cache import FP8_LARGEST, KvCache
+from manylora_worker.models.layers.fp8_codes import FP8_LARGEST
+from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.layers.recurrence import StateRows, StepStates
 from manylora_worker.models.loader import LoadedModel
 

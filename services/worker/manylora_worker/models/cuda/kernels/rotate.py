@@ -22,7 +22,7 @@ from manylora_worker.models.cuda.kernels.lora import (
 
 @triton.jit
 def _store_kept(at, x, mask, factor, cuts_ptr, FP8: tl.constexpr):
-    # as fp8_codes of models/layers/kv_cache.py
+    # as models/layers/fp8_codes.py
     if FP8:
         x = x * factor
         cut = tl.sum(tl.sum((mask & (tl.abs(x) > 448.0)).to(tl.int32), 1), 0)
