@@ -53,6 +53,7 @@ from manylora_worker.models.layers.attention import ATTENTION, register_attentio
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.loader import LoadedModel, prepare_model
 from manylora_worker.models.ranks.group import RankGroup
+from manylora_worker.models.torch.kv_scales import with_fp8_kv
 from manylora_worker.weights.host_memory import HostMemory
 from manylora_worker.weights.layout import HostAdapter
 
@@ -76,6 +77,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--expert-rank", type=int, default=-1, help="of adapters on experts; default: --rank")
     parser.add_argument("--quantization", choices=("none", "nf4", "fp8", "int4"), default="none")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--read-tb-s", type=float, default=4.57, help="measured read ceiling of the device")
@@ -141,6 +143,8 @@ class Bench:
         self.loaded = make_model(options.shape, options.quantization, self.group)
         weights = read_decoder(self.loaded)
         assert weights is not None
+        if options.kv_cache_dtype == "fp8":
+            self.loaded = with_fp8_kv(self.loaded)
         spec = self.loaded.spec
         block_bytes = spec.kv.token_bytes(torch.bfloat16) * options.block_size
         kv_tokens = max(max(self.batches) * (options.context + 64), 16 * 1024)
@@ -153,7 +157,10 @@ class Bench:
             spec.kv, num_blocks=num_kv + num_adapter, block_size=options.block_size, dtype=torch.bfloat16,
             device=self.loaded.device,
         )  # fmt: skip
-        cache.flat[: num_kv * block_bytes // 2].normal_()
+        if spec.kv.scales:
+            cache.by_block[:num_kv].random_(0, 0x70)  # codes of numbers
+        else:
+            cache.flat[: num_kv * block_bytes // 2].normal_()
         limits = DeviceLimits(max_rows=8192, max_sequences=max(self.batches), adapter_slots=256, max_rank=64)
         self.runner = DeviceModelRunner(self.loaded, weights, cache, limits, num_kv_blocks=num_kv)
         self.floor = Floor(self.loaded, options.tensor_parallel)
@@ -166,6 +173,8 @@ class Bench:
             if self.group.rank:
                 return
             values = {"tensor_parallel": self.group.size, "all_reduce": self.options.all_reduce, **values}
+        if self.loaded.spec.kv.scales:
+            values = {"kv_cache_dtype": "fp8", **values}
         line = {"bench": "engine", "shape": self.options.shape, "quantization": self.options.quantization, **values}
         print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}), flush=True)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from manylora.capacity.files import packaged_curves, read_mix
-from manylora.capacity.planning.curve import find_curve
+from manylora.capacity.planning.curve import find_curve, with_fp8_kv
 from manylora.capacity.planning.plan import Plan, Wanted, document_of, plan
 from manylora.capacity.planning.play import play
 from manylora.capacity.planning.shapes import GPUS, SHAPES, CannotPlan
@@ -88,6 +88,19 @@ def test_the_document_adds_up() -> None:
     assert document["worker_flags"].startswith(f"--sequence-slots {document['sequence_slots']} --device-adapter-mb ")
     assert document["curve"]["measured"]
     assert {rule["rule"] for rule in document["rules"]} == {"evictions", "merge", "rank-waste", "kv"}
+
+
+def test_kv_in_fp8_holds_twice_the_tokens() -> None:
+    """In the same arena, and nothing of the rest costs more."""
+    one = Wanted(slots=128, workers=1)
+    base = Traffic([replace(each, adapter="", rank=0) for each in traffic().requests], 20.0)
+    plain, fp8 = (document_of(plan(base, curve, one)) for curve in (CURVE, with_fp8_kv(CURVE)))
+    assert fp8["arena"]["gib"] == plain["arena"]["gib"]
+    assert fp8["arena"]["kv_tokens"] == pytest.approx(2 * plain["arena"]["kv_tokens"], rel=0.05)
+    assert fp8["expected"]["mean_step_ms"] < plain["expected"]["mean_step_ms"]
+    assert "--kv-cache-dtype fp8" in fp8["worker_flags"]
+    assert "--kv-cache-dtype" not in plain["worker_flags"]
+    assert "estimated: by half its bytes" in fp8["curve"]["origin"]
 
 
 def test_a_model_that_does_not_fit_is_refused() -> None:

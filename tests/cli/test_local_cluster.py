@@ -97,6 +97,7 @@ def test_what_up_is_told_of_workers_reaches_them(tmp_path: Path) -> None:
     told: dict[str, Any] = {
         "sequence_slots": 8,
         "draft_model": "/small",
+        "kv_cache_dtype": "fp8",
         "device_adapter_mb": 64,
         "host_adapter_mb": 128,
         "adapter_cache_mb": 512,

@@ -44,6 +44,9 @@ def test_a_mix_is_planned_as_text_and_as_a_document(mix: str) -> None:
     assert (document["workers"], document["traffic"]["adapters"]) == (1, 2)
     assert set(document["tenants"]) == {"acme", "bolt"}
     assert document["cost"]["million_output_tokens"] is None
+    code, text, _ = run("--tenants", mix, *GPU, "--json", "--kv-cache-dtype", "fp8")
+    assert (code, json.loads(text)["curve"]["measured"]) == (0, False)
+    assert "--kv-cache-dtype fp8" in json.loads(text)["worker_flags"]
 
 
 def test_a_ledger_is_planned_from_sqlite_and_from_json(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ClusterOptions, Path | 
 def test_options_reach_the_cluster(asked: list[tuple[ClusterOptions, Path | None]]) -> None:
     arguments = ["up", "--model", "demo", "--port", "7100", "--workers", "2", "--quantization", "nf4", "--tls"]
     arguments += ["--model-alias", "b", "--tool-parser", "qwen-coder", "--reasoning-parser", "think"]
-    arguments += ["--draft-model", "demo"]
+    arguments += ["--draft-model", "demo", "--kv-cache-dtype", "fp8"]
     out = CliRunner().invoke(app, [*arguments, "--generation-config", "none"])
     assert out.exit_code == 0, out.output
     [(options, tenants)] = asked
@@ -34,6 +34,7 @@ def test_options_reach_the_cluster(asked: list[tuple[ClusterOptions, Path | None
     assert (options.port, options.http_port, options.workers, options.model_aliases) == (7100, 7110, 2, ("b",))
     assert (options.quantization, options.generation_config, options.tls) == ("nf4", "none", True)
     assert options.draft_model == str(options.model)
+    assert options.kv_cache_dtype == "fp8"
     assert (options.tool_parser, options.reasoning_parser) == ("qwen-coder", "think")
 
 

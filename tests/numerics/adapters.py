@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
+FP8_SLACK = 0.1  # of logits
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 DELTA_NET = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
@@ -67,10 +68,31 @@ def save_adapter(
     return folder
 
 
+class RoundingCache(DynamicCache):
+    """Keeps keys and values as FP8 keeps them. scales: by layer that attends, of codes of keys and of values."""
+
+    def __init__(self, config: Any, scales: Sequence[tuple[float, float]]) -> None:
+        super().__init__(config=config)
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(scales)
+        attending = [i for i, kind in enumerate(kinds) if kind != "linear_attention"]
+        self._scales = dict(zip(attending, scales, strict=True))
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *others: Any, **named: Any) -> Any:
+        rounded = [
+            (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) * scale
+            for x, scale in zip((keys, values), self._scales[layer_idx], strict=True)
+        ]
+        return super().update(*rounded, layer_idx, *others, **named)
+
+
 class Reference:
     """transformers + peft, one request at a time, adapters read from their folders."""
 
-    def __init__(self, model: PreTrainedModel, folders: Mapping[str, Path]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, folders: Mapping[str, Path], scales: Sequence[tuple[float, float]] = ()
+    ) -> None:
+        """scales: of keys and values in FP8, by layer: it attends to what is left of them."""
+        self._scales = scales
         self._wrapped: PeftModel | PreTrainedModel = model
         for name, folder in folders.items():
             if isinstance(self._wrapped, PeftModel):
@@ -85,16 +107,28 @@ class Reference:
 
     def logits(self, token_ids: list[int], adapter: str | None) -> torch.Tensor:
         """[tokens, vocab]"""
-        return self._run(adapter, lambda model: model(torch.tensor([token_ids])).logits[0].float())
+        return self._run(adapter, lambda model: model(torch.tensor([token_ids]), **self._cache()).logits[0].float())
 
     def greedy(self, token_ids: list[int], adapter: str | None, max_tokens: int) -> list[int]:
         prompt = torch.tensor([token_ids])
         options = {"max_new_tokens": max_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
         def generate(model: PreTrainedModel) -> torch.Tensor:
-            return model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options)
+            return model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options, **self._cache())
 
         return self._run(adapter, generate)[0, len(token_ids) :].tolist()
+
+    def allows(self, token_ids: list[int], adapter: str | None, answer: list[int]) -> bool:
+        """Whether the answer is the greedy one, or with keys and values in FP8 hardly less likely token by token: a
+        code moves by a sixteenth of itself where the last bit of a device's sum does."""
+        if not self._scales:
+            return answer == self.greedy(token_ids, adapter, len(answer))
+        rows = self.logits([*token_ids, *answer[:-1]], adapter)[len(token_ids) - 1 :]
+        return all(float(row.max() - row[token]) < FP8_SLACK for row, token in zip(rows, answer, strict=True))
+
+    def _cache(self) -> Mapping[str, Any]:
+        config = self._wrapped.config.get_text_config()
+        return {"past_key_values": RoundingCache(config, self._scales)} if self._scales else {}
 
     def _run(self, adapter: str | None, call: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         with torch.no_grad():

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from manylora_shared.ids import AdapterUid
 from manylora_shared.stores.adapter_files import CONFIG_NAME, WEIGHTS_NAME, adapter_digest, parse_config
 from manylora_worker.models.loader import LoadedModel, load_model
+from manylora_worker.models.torch.kv_scales import with_fp8_kv
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -27,6 +29,10 @@ class Family:
     loaded: LoadedModel
     reference: Reference
 
+    @property
+    def kv_cache_dtype(self) -> Literal["auto", "fp8"]:
+        return "fp8" if self.loaded.spec.kv.scales else "auto"
+
     def put_adapters(self, objects: Path) -> dict[str, AdapterUid]:
         """Copies the adapters into an adapter store's folder of objects; returns their uids by their names."""
         uids = {
@@ -39,6 +45,19 @@ class Family:
 
 
 FamilyOf = Callable[[str], Family]
+KV_IN_FP8 = " with KV in fp8"  # behind a family's name
+
+
+def reference_of(folder: Path, adapters: Mapping[str, Path], scales: Sequence[tuple[float, float]] = ()) -> Reference:
+    fresh = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return Reference(fresh.eval(), adapters, scales)
+
+
+def in_fp8(family: Family) -> Family:
+    """Its keys and values are, and the oracle's."""
+    loaded = with_fp8_kv(family.loaded)
+    reference = reference_of(family.folder, family.adapters, loaded.spec.kv.scales)
+    return replace(family, loaded=loaded, reference=reference)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -54,6 +73,10 @@ def family_of(tmp_path_factory: pytest.TempPathFactory) -> FamilyOf:
 
     def build(name: str) -> Family:
         if name not in built:
+            kept, is_fp8, _ = name.partition(KV_IN_FP8)
+            if is_fp8:
+                built[name] = in_fp8(build(kept))
+                return built[name]
             folder = tmp_path_factory.mktemp(name) / f"tiny-{name}"
             model = make_model(name, folder)
             model.name_or_path = f"someone/tiny-{name}"
@@ -61,8 +84,7 @@ def family_of(tmp_path_factory: pytest.TempPathFactory) -> FamilyOf:
                 adapter: save_adapter(model, folder.parent / adapter, seed, **arguments)
                 for seed, (adapter, arguments) in enumerate(recipes(name).items())
             }
-            fresh = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-            built[name] = Family(name, folder, adapters, load_model(str(folder)), Reference(fresh.eval(), adapters))
+            built[name] = Family(name, folder, adapters, load_model(str(folder)), reference_of(folder, adapters))
         return built[name]
 
     return build

@@ -141,8 +141,43 @@ static float __fdividef(float a, float b) { return a / b; }
 
 static float bf16(uint32_t word, int half) { return __uint_as_float(half ? word & 0xffff0000 : word << 16); }
 
+static float half_at(uint32_t word, int half) {
+    const uint16_t bits = half ? word >> 16 : word;
+    _Float16 value;
+    memcpy(&value, &bits, 2);
+    return value;
+}
+
+static uint32_t pack_halves(float low, float high) {
+    const _Float16 both[2] = {(_Float16)low, (_Float16)high};
+    uint32_t word;
+    memcpy(&word, both, 4);
+    return word;
+}
+
+static uint32_t halves_of_bf16(uint32_t pair) { return pack_halves(bf16(pair, 0), bf16(pair, 1)); }
+
+static float of_code(uint32_t code) {
+    const int exponent = code >> 3 & 15, fraction = code & 7;
+    const float size = exponent ? std::ldexp(8.0f + fraction, exponent - 10) : std::ldexp((float)fraction, -9);
+    return (code & 0x7f) == 0x7f ? NAN : code & 0x80 ? -size : size;
+}
+
+static void halves_of_codes(uint32_t& low, uint32_t& high, uint32_t codes) {
+    low = pack_halves(of_code(codes & 0xff), of_code(codes >> 8 & 0xff));
+    high = pack_halves(of_code(codes >> 16 & 0xff), of_code(codes >> 24));
+}
+
+static uint32_t load_word(uint32_t address) {
+    uint32_t word;
+    if (address % 4) abort();
+    memcpy(&word, at_address(address), 4);
+    return word;
+}
+
 // mma.m16n8k16: which lane holds which element is PTX's table of its fragments.
-static void multiply(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+template <float (*OF)(uint32_t, int)>
+static void multiply_by(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     const int first = threadIdx.x / 32 * 32, group = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
     lanes[threadIdx.x] = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
     __syncwarp();
@@ -151,10 +186,18 @@ static void multiply(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint
         for (int k = 0; k < 16; k++) {
             const Lane& of_a = lanes[first + row % 8 * 4 + k % 8 / 2];
             const Lane& of_b = lanes[first + column * 4 + k % 8 / 2];
-            sums[i] += bf16(of_a.a[row / 8 + k / 8 * 2], k % 2) * bf16(of_b.b[k / 8], k % 2);
+            sums[i] += OF(of_a.a[row / 8 + k / 8 * 2], k % 2) * OF(of_b.b[k / 8], k % 2);
         }
     }
     __syncwarp();
+}
+
+static void multiply(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    multiply_by<bf16>(sums, a, b0, b1);
+}
+
+static void multiply_halves(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    multiply_by<half_at>(sums, a, b0, b1);
 }
 
 // What each lane of the warp gives, for every lane to read until the next call.

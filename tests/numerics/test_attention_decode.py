@@ -17,7 +17,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
 
-from manylora_worker.models.cuda.kernels import attention_decode  # noqa: E402
+from manylora_worker.models.cuda.kernels import attention_decode, cuda_module  # noqa: E402
 from manylora_worker.models.cuda.kernels.attention import (  # noqa: E402
     AttentionShape,
     DecodeScratch,
@@ -35,6 +35,7 @@ POSITIONS = (0, 1, 14, 15, 16, 17, 47, 63, 100, 130, 5, 31)
 PADDING = 2
 """Rows behind those that are there."""
 TOLERANCE = 1e-2
+FP8_SCALES = (0.125, 4.0)
 
 PLAIN = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, scale=0.125)
 SHAPES = {
@@ -68,6 +69,7 @@ class Case:
     expected: torch.Tensor
     """[rows, out], NaN where nothing is to be written."""
     sinks: torch.Tensor | None
+    scales: tuple[float, float]
 
     def run(
         self, attention: DecodeAttention, device: str, splits: int = 1, max_rows: int | None = None
@@ -82,13 +84,15 @@ class Case:
             q, cache[self.layout.stride_block // 2 :], out, tables=tables, table_rows=table_rows[:max_rows],
             positions=positions, num_rows=torch.tensor(rows - PADDING, dtype=torch.int32, device=device),
             layout=self.layout, scratch=scratch, splits=splits, pdl=False,
-            sinks=None if self.sinks is None else self.sinks.to(device),
+            sinks=None if self.sinks is None else self.sinks.to(device), scales=self.scales,
         )  # fmt: skip
         assert not scratch.counters.any(), "the next launch counts from zero"
         return out.cpu().float()
 
 
-def make_case(shape: AttentionShape, block_size: int) -> Case:
+def make_case(shape: AttentionShape, block_size: int, *, is_fp8: bool = False) -> Case:
+    scales = FP8_SCALES if is_fp8 else (1.0, 1.0)
+    dtype = torch.float8_e4m3fn if is_fp8 else torch.bfloat16
     generator = torch.Generator().manual_seed(shape.num_heads + shape.head_dim)
     heads, dim = shape.num_kv_heads, shape.head_dim
     most = -(-(max(POSITIONS) + 1) // block_size)
@@ -103,11 +107,13 @@ def make_case(shape: AttentionShape, block_size: int) -> Case:
     sinks = 3 * torch.randn(shape.num_heads, generator=generator) if shape.has_sinks else None
     for row, position in enumerate(POSITIONS):
         first = max(0, position + 1 - shape.window) if shape.window else 0
-        seen = torch.randn(2, position + 1 - first, heads, dim, generator=generator).bfloat16()
+        seen = torch.randn(2, position + 1 - first, heads, dim, generator=generator)
+        seen = (seen / torch.tensor(scales).view(2, 1, 1, 1)).to(dtype).bfloat16()
         for index, token in enumerate(range(first, position + 1)):
             block = order[table_rows[row], token // block_size]
             cache[block, 1, token % block_size] = seen[:, index]
         keys, values = seen.float().repeat_interleave(shape.num_heads // heads, 2)
+        keys, values = keys * scales[0], values * scales[1]
         scores = torch.einsum("hd,thd->ht", q[row].float().view(-1, dim), keys) * shape.scale
         if shape.softcap:
             scores = shape.softcap * torch.tanh(scores / shape.softcap)
@@ -117,7 +123,8 @@ def make_case(shape: AttentionShape, block_size: int) -> Case:
         expected[row] = torch.einsum("ht,thd->hd", weights, values).flatten()
     token = 2 * heads * dim
     layout = PagedLayout(block_size, 2 * block_size * token, token, heads * dim, dim)
-    return Case(shape, block_size, q, cache.flatten(), order, table_rows, positions, layout, expected, sinks)
+    kept = cache.flatten().to(dtype)
+    return Case(shape, block_size, q, kept, order, table_rows, positions, layout, expected, sinks, scales)
 
 
 def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
@@ -128,10 +135,11 @@ def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
 RUN_ON_CPU = """
 extern "C" void run(unsigned programs, const u8* q, const u8* cache, u8* out, const int* tables, const int* table_rows,
                     const int* positions, const int* num_rows, float* partial, float* stats, int* counters,
-                    const float* sinks, float scale, int a, int b, int c, int d, int e, int f, int g, int h) {
+                    const float* sinks, float scale, float value_scale, int a, int b, int c, int d, int e, int f, int g,
+                    int h) {
     kernel = [=] {
-        attend_decode(q, cache, out, tables, table_rows, positions, num_rows, partial, stats, counters, sinks, scale, a,
-                      b, c, d, e, f, g, h);
+        attend_decode(q, cache, out, tables, table_rows, positions, num_rows, partial, stats, counters, sinks, scale,
+                      value_scale, a, b, c, d, e, f, g, h);
     };
     run_blocks({programs, 1, 1}, 32 * WARPS);
 }
@@ -141,38 +149,38 @@ extern "C" void run(unsigned programs, const u8* q, const u8* cache, u8* out, co
 class OnCpu(DecodeAttention):
     """The source itself, with fibers for threads (cuda_on_cpu.h): every index, wait and barrier of it."""
 
-    def __init__(self, shape: AttentionShape, block_size: int, variant: Variant, programs: int, folder: Path) -> None:
-        self._shape, self._processors = shape, 1
+    def __init__(
+        self, shape: AttentionShape, block_size: int, variant: Variant, programs: int, folder: Path, *, is_fp8: bool
+    ) -> None:
+        self._shape, self._processors, self._is_fp8 = shape, 1, is_fp8
         shim = Path(__file__).with_name("cuda_on_cpu.h")
-        text = attention_decode.source(shape, block_size, variant)
+        text = attention_decode.source(shape, block_size, variant, is_fp8=is_fp8)
         (folder / "kernel.cc").write_text("\n".join([f'#include "{shim}"', text, RUN_ON_CPU]))
         library = folder / "kernel.so"
         subprocess.run(
             ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", folder / "kernel.cc", "-o", library], check=True
         )
-        run, scale = ctypes.CDLL(str(library)).run, shape.scale
+        run = ctypes.CDLL(str(library)).run
 
         class Kernel:
             def launch(self, grid: tuple[int, int, int], *sizes: Any, pdl: bool) -> None:
-                values = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in sizes[-1]]
-                values[values.index(scale)] = ctypes.c_float(scale)
-                run(min(programs, grid[0]), *values)
+                run(min(programs, grid[0]), *map(cuda_module._value, sizes[-1]))
 
         self._kernels: Any = [(variant, Kernel())]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def build(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[AttentionShape, int, Variant], tuple[Any, str]]:
-    def on_cpu(shape: AttentionShape, block_size: int, variant: Variant) -> tuple[Any, str]:
+def build(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., tuple[Any, str]]:
+    def on_cpu(shape: AttentionShape, block_size: int, variant: Variant, is_fp8: bool = False) -> tuple[Any, str]:
         if shutil.which("g++") is None:
             pytest.skip("needs a C++ compiler")
         # Fewer programs than items: one takes several.
-        return OnCpu(shape, block_size, variant, 5, tmp_path), "cpu"
+        return OnCpu(shape, block_size, variant, 5, tmp_path, is_fp8=is_fp8), "cpu"
 
-    def on_gpu(shape: AttentionShape, block_size: int, variant: Variant) -> tuple[Any, str]:
+    def on_gpu(shape: AttentionShape, block_size: int, variant: Variant, is_fp8: bool = False) -> tuple[Any, str]:
         if not torch.cuda.is_available():
             pytest.skip("needs a GPU")
-        return DecodeAttention(shape, block_size, torch.device("cuda"), [variant]), "cuda"
+        return DecodeAttention(shape, block_size, torch.device("cuda"), [variant], is_fp8=is_fp8), "cuda"
 
     return on_cpu if request.param == "cpu" else on_gpu
 
@@ -190,6 +198,28 @@ def test_attends_to_what_rows_may_see(build: Any, name: str, variant: Variant) -
     shape = SHAPES[name]
     attention, device = build(shape, 16, variant)
     case = make_case(shape, 16)
+    for splits in SPLITS:
+        assert_close(case.run(attention, device, splits), case.expected)
+
+
+@pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.head_dim % 32 == 0])
+def test_attends_to_codes_of_fp8(build: Any, name: str) -> None:
+    """Each is a number exactly, so only queries, weights and sums are rounded, as with bf16."""
+    shape = SHAPES[name]
+    variant = VARIANTS[list(SHAPES).index(name) % len(VARIANTS)]
+    attention, device = build(shape, 16, variant, is_fp8=True)
+    case = make_case(shape, 16, is_fp8=True)
+    for splits in SPLITS:
+        assert_close(case.run(attention, device, splits), case.expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["plain", "96 wide", "window", "softcap", "sinks"])
+def test_codes_of_fp8_in_the_kernel_for_other_devices(device: str, name: str) -> None:
+    shape = SHAPES[name]
+    attention: Any = SimpleNamespace(attend=partial(attend_decode, shape=shape))
+    case = make_case(shape, 16, is_fp8=True)
+    case = replace(case, q=case.q.float())
     for splits in SPLITS:
         assert_close(case.run(attention, device, splits), case.expected)
 

@@ -28,7 +28,8 @@ from manylora_worker.weights.layout import HostAdapter, elements_of, lay_out
 from manylora_worker.weights.source import read_adapter
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Config
 
-from tests.numerics.conftest import Family, FamilyOf
+from tests.numerics.adapters import FP8_SLACK
+from tests.numerics.conftest import KV_IN_FP8, Family, FamilyOf
 from tests.numerics.driver import LIMITS, Driver, Stream, composed_streams, make_runner, mixed_streams
 from tests.numerics.families import FAMILIES, VOCAB_SIZE
 from tests.properties.odd import Odd, allows
@@ -49,6 +50,7 @@ pytestmark = pytest.mark.kernels
 WITHOUT_KERNELS = ("olmo2", "olmo3", "ministral3")
 ON_DEVICE = [name for name in FAMILIES if name not in WITHOUT_KERNELS]
 TOLERANCE = 1e-3
+FP8_FAMILIES = [name + KV_IN_FP8 for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")]
 
 
 def make_device_runner(
@@ -57,8 +59,12 @@ def make_device_runner(
     loaded = loader.load_model(str(folder), device=device)
     weights = read_decoder(loaded)
     assert weights is not None
+    # the scales of the oracle's cache, which another device's sums may be a power of two beside
+    kv = replace(loaded.spec.kv, scales=family.loaded.spec.kv.scales)
+    loaded = replace(loaded, spec=replace(loaded.spec, kv=kv))
+    block_size = 64 if kv.scales else 16  # of as many bytes: an adapter's chunk has to fit
     cache = KvCache(
-        loaded.spec.kv, num_blocks=900, block_size=16, dtype=loaded.dtype, device=loaded.device, marks_free=marks_free
+        kv, num_blocks=900, block_size=block_size, dtype=loaded.dtype, device=loaded.device, marks_free=marks_free
     )
     limits = DeviceLimits(max_rows=1024, max_sequences=32, adapter_slots=16, max_rank=64)
     return loaded, DeviceModelRunner(loaded, weights, cache, limits, num_kv_blocks=400)
@@ -84,16 +90,17 @@ def check_family(
     mixed = mixed_streams(family, driver)
     mixed += composed_streams(on_cpu, mixed)
     streams = [stream for stream, _ in mixed]
+    tolerance = FP8_SLACK / 2 if loaded.spec.kv.scales else TOLERANCE
     for round_number in range(2):
         for row, (stream, adapter) in zip(driver.logits(streams), mixed, strict=True):
             expected = on_cpu.reference.logits(stream.tokens, adapter)[-1]
-            torch.testing.assert_close(row.cpu(), expected, atol=TOLERANCE, rtol=0)
+            torch.testing.assert_close(row.cpu(), expected, atol=tolerance, rtol=0)
         for stream in streams:
             stream.output.append(stream.prompt[round_number])
     if device == "cuda":
         driver.run(streams, 8, prefill_tokens=5)
         for stream, adapter in mixed:
-            assert stream.output[2:] == on_cpu.reference.greedy(stream.prompt + stream.output[:2], adapter, 6)
+            assert on_cpu.reference.allows(stream.prompt + stream.output[:2], adapter, stream.output[2:])
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3"])
@@ -141,7 +148,7 @@ def test_an_adapter_is_read_back_and_merged(family_of: FamilyOf, device: str, mo
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ON_DEVICE)
+@pytest.mark.parametrize("name", [*ON_DEVICE, *FP8_FAMILIES])
 def test_on_the_device(family_of: FamilyOf, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_family(family_of, name, "cuda", monkeypatch)
 
@@ -152,6 +159,7 @@ def test_on_the_device(family_of: FamilyOf, name: str, monkeypatch: pytest.Monke
     [
         ("llama", False),
         ("gemma3_text", True),
+        ("llama" + KV_IN_FP8, True),
         pytest.param("phi3", True, marks=pytest.mark.slow),
         pytest.param("exaone4", False, marks=pytest.mark.slow),
     ],

@@ -20,7 +20,7 @@ from manylora_worker.planning.step_planner import PlannerLimits
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tests.numerics.conftest import FamilyOf
+from tests.numerics.conftest import KV_IN_FP8, FamilyOf
 from tests.numerics.test_guesses import Answers, requests
 
 DRAFTING = TenantShare(drafting=frozenset(QosClass))
@@ -75,21 +75,25 @@ def answers(
     return got, core
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [("llama", "cpu"), ("llama" + KV_IN_FP8, "cpu"), pytest.param("llama", "cuda", marks=pytest.mark.gpu)],
+)
 @pytest.mark.parametrize("draft", ["same", "cut"])
 def test_answers_are_those_without(
-    family_of: FamilyOf, device: str, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family_of: FamilyOf, device: str, name: str, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nothing pauses, so that there are guesses, wrong ones too, in every answer.
     monkeypatch.setattr("manylora_worker.kinds.drafting._ROW", -9.0)
-    family = family_of("llama")
+    family = family_of(name)
+    more = {"debug_fill_freed": True, "host_kv_mb": 1, "kv_cache_dtype": family.kv_cache_dtype}
     uids = {None: None, **family.put_adapters(tmp_path / "objects")}
     model = with_words(tmp_path / family.folder.name, family.folder)
     small = model if draft == "same" else with_words(tmp_path / "small", cut(family.folder, tmp_path / "cut"))
 
     def of_its_own(asked: list[EngineRequest], share: TenantShare) -> tuple[Answers, EngineCore]:
         # A device keeps the adapters of an engine that was there before.
-        parts = build_engine(settings_of(model, small, tmp_path, device, debug_fill_freed=True, host_kv_mb=1))
+        parts = build_engine(settings_of(model, small, tmp_path, device, **more))
         try:
             return answers(parts, asked, share)
         finally:

@@ -20,7 +20,7 @@ from manylora_worker.models.build import build_engine
 from manylora_worker.models.layers.kv_cache import MIB
 from manylora_worker.planning.step_planner import PlannerLimits
 
-from tests.numerics.conftest import Family, FamilyOf
+from tests.numerics.conftest import KV_IN_FP8, Family, FamilyOf
 from tests.numerics.families import VOCAB_SIZE
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +30,7 @@ MAX_TOKENS = 20
 
 @pytest.mark.parametrize("marks_free", [False, True])
 @pytest.mark.parametrize("moves", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "llama" + KV_IN_FP8])
 def test_core_equals_peft(
     family_of: FamilyOf,
     name: str,
@@ -45,10 +45,12 @@ def test_core_equals_peft(
     family = family_of(name)
     uids = {None: None, **family.put_adapters(tmp_path / "objects")}
     adapter_bytes = 3 << 18
+    is_fp8 = family.kv_cache_dtype == "fp8"
     settings = WorkerConfig(
-        model=str(family.folder), threads=1, adapter_store=tmp_path, device="cuda", dtype="float32", num_blocks=16,
-        host_kv_mb=0, device_adapter_mb=adapter_bytes / MIB, sequence_slots=8, max_batch_tokens=48,
-        debug_fill_freed=marks_free,
+        model=str(family.folder), threads=1, adapter_store=tmp_path, device="cuda", dtype="float32",
+        num_blocks=8 if is_fp8 else 16, block_size=32 if is_fp8 else 16, host_kv_mb=0,
+        device_adapter_mb=adapter_bytes / MIB, sequence_slots=8, max_batch_tokens=48, debug_fill_freed=marks_free,
+        kv_cache_dtype=family.kv_cache_dtype,
     )  # fmt: skip
     parts = build_engine(settings)
     limits = EngineLimits(
@@ -96,7 +98,11 @@ def test_core_equals_peft(
             stop = stops[i]
             expected = outputs[i] if stop is None else outputs[i][: outputs[i].index(stop)]
             for choice in range(choices[i]):
-                assert got.get((f"r{i}", choice), []) == expected, (adapter, len(prompt))
+                found = got.get((f"r{i}", choice), [])
+                if is_fp8 and found != expected:  # a stop token may be another one then
+                    assert family.reference.allows(prompt, adapter, found), (adapter, len(prompt))
+                else:
+                    assert found == expected, (adapter, len(prompt))
         assert steps_ahead > core.stats().steps // 2
         stats = core.stats()
         assert stats.evictions > 0 or moves

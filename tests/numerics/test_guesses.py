@@ -18,7 +18,7 @@ from manylora_worker.models.build import build_engine
 from manylora_worker.models.parts import EngineParts
 from manylora_worker.planning.step_planner import PlannerLimits
 
-from tests.numerics.conftest import Family, FamilyOf
+from tests.numerics.conftest import KV_IN_FP8, Family, FamilyOf
 
 MAX_TOKENS = 24
 Answers = dict[tuple[str, int], list[int]]
@@ -66,15 +66,18 @@ def answers(parts: EngineParts, asked: SequenceOf[EngineRequest], *, speculates:
     return got, core
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [("llama", "cpu"), ("llama" + KV_IN_FP8, "cpu"), pytest.param("llama", "cuda", marks=pytest.mark.gpu)],
+)
 def test_answers_are_those_without(
-    family_of: FamilyOf, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family_of: FamilyOf, name: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    family = family_of("llama")
+    family = family_of(name)
     uids = {None: None, **family.put_adapters(tmp_path / "objects")}
     settings = WorkerConfig(
         model=str(family.folder), threads=1, adapter_store=tmp_path, device=device, dtype="float32", num_blocks=200,
-        host_kv_mb=0, device_adapter_mb=1, sequence_slots=16, max_batch_tokens=48,
+        host_kv_mb=0, device_adapter_mb=1, sequence_slots=16, max_batch_tokens=48, kv_cache_dtype=family.kv_cache_dtype,
     )  # fmt: skip
     asked = requests(family, uids)
     plain, without = run(settings, asked, speculates=False)

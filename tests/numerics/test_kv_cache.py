@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import pytest
 import torch
 from manylora_worker.models.layers.kv_cache import KvCache, KvGeometry, LayerKv
@@ -111,3 +114,34 @@ def test_a_draft_models_rows_stand_behind_the_models_in_each_block() -> None:
     assert (cache.by_block[1].view(-1)[96:] == 0).all()
     cache.clear_blocks(torch.tensor([2]))
     assert (cache.by_block[2] == 0).all(), "the draft model's stay behind"
+
+
+def test_codes_of_fp8_are_written_and_read_with_their_layers_scales() -> None:
+    geometry = dataclasses.replace(GEOMETRY, scales=((2.0, 0.5), (64.0, 1.0), (1.0, 1.0)))
+    assert geometry.token_bytes(torch.bfloat16) == GEOMETRY.token_bytes(torch.bfloat16) // 2
+    made = KvCache(
+        geometry, num_blocks=4, block_size=2, dtype=torch.float32, device=torch.device("cpu"), marks_free=True
+    )
+    assert made.flat.isnan().all(), "a free block is none as adapters' weights"
+    assert made.kept.float().isnan().all(), "nor as keys and values"
+    width = geometry.row_elements
+    keys, values = 100 * torch.randn(3, width), torch.randn(3, width)
+    keys[0, :2] = torch.tensor([1e9, math.nan])
+    rows = torch.tensor([made.token_row(2, 0), made.token_row(2, 1), made.token_row(0, 1)])
+    kept = made.write(1, rows, keys, values)
+    read = [each.clone() for each in made.read(1, kept)]
+    expected = (
+        64 * (keys / 64).clamp(-448, 448).to(torch.float8_e4m3fn).float(),
+        values.to(torch.float8_e4m3fn).float(),
+    )
+    assert expected[0][0, 0] == 64 * 448
+    assert made.cuts is not None
+    assert int(made.cuts.count) == 1
+    gathered = made.gather(1, torch.tensor([made.block_row(2), made.block_row(0)]))
+    for found, again, want in zip(read, gathered, expected, strict=True):
+        torch.testing.assert_close(found, want, atol=0, rtol=0, equal_nan=True)
+        torch.testing.assert_close(again.view(4, width)[[0, 1, 3]], want, atol=0, rtol=0, equal_nan=True)
+    made.zero_blocks(torch.tensor([2, 3]))
+    assert not made.by_block[2:].any()
+    made.clear_blocks(torch.tensor([2]))
+    assert (made.by_block[2] == 0xFF).all()

@@ -16,7 +16,7 @@ from manylora_worker.memory.prefix_cache import Namespace, PrefixKeys, PrefixOpt
 from manylora_worker.memory.tenant_shares import TenantShare
 from manylora_worker.planning.step_planner import PlannerLimits
 
-from tests.numerics.conftest import Family, FamilyOf
+from tests.numerics.conftest import KV_IN_FP8, Family, FamilyOf
 from tests.numerics.driver import GREEDY, make_runner, put_adapter
 from tests.numerics.families import VOCAB_SIZE
 
@@ -73,7 +73,9 @@ def serve(
     return [tokens[str(i), 0] for i in range(len(requests))], num_cached, core.stats()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", pytest.param("gemma4_text", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "llama" + KV_IN_FP8, pytest.param("gemma4_text", marks=pytest.mark.slow)]
+)
 def test_the_cache_changes_no_token(family_of: FamilyOf, name: str) -> None:
     family = family_of(name)
     requests = asked(family, seed=3)

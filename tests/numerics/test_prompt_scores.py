@@ -17,7 +17,7 @@ from manylora_worker.models.layers.prompt_scores import ScoredRows, answers, sco
 from manylora_worker.models.torch.model_runner import TorchModelRunner
 from manylora_worker.planning.step_planner import PlannerLimits
 
-from tests.numerics.conftest import Family, FamilyOf
+from tests.numerics.conftest import KV_IN_FP8, Family, FamilyOf
 from tests.numerics.driver import make_runner, put_adapter
 from tests.numerics.families import EACH_FAMILY, VOCAB_SIZE
 
@@ -121,7 +121,7 @@ def serve(family: Family, runner: TorchModelRunner, asked: Asked) -> tuple[list[
     return scored, core
 
 
-@pytest.mark.parametrize("name", EACH_FAMILY)
+@pytest.mark.parametrize("name", [*EACH_FAMILY, "llama" + KV_IN_FP8])
 def test_they_are_the_references(family_of: FamilyOf, name: str) -> None:
     """Prompts that begin alike, of every adapter, in chunks, evicted in their middle, some cached for others."""
     family = family_of(name)

@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="triton is not installed: it comes with CUD
 
 from manylora_worker.models.cuda.kernels.attention import PagedLayout
 from manylora_worker.models.cuda.kernels.rotate import rotate_store, row_angles
+from manylora_worker.models.layers.fp8_codes import FP8, codes_of
 from test_add_norm import ROWS, ROWS_THERE, only_outputs
 
 from tests.numerics.interpreter import DEVICES
@@ -61,3 +62,34 @@ def test_row_angles(device: str) -> None:
     torch.testing.assert_close(cos, expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(sin[2:4], angles.sin() * 1.25, atol=1e-5, rtol=0)
     torch.testing.assert_close(sin[:2], -table[[7, 99_999]])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("half", [4, 8], ids=["part is rotated", "all is"])
+def test_keys_and_values_in_fp8(half: int, device: str) -> None:
+    """As the CPU's path keeps them, to the last bit: rounded to the nearest, at most the largest, a NaN as one."""
+    torch.manual_seed(0)
+    heads, kv_heads, head_dim = 2, 2, 16
+    qkv = 100 * torch.randn(1, ROWS, (heads + 2 * kv_heads) * head_dim, device=device)
+    qkv[0, 1, -3:] = torch.tensor([1e5, 0.0, -1e9], device=device)
+    qkv[0, 1, -14::4] = float("nan")  # with what rotates with it
+    indices = torch.arange(ROWS, dtype=torch.int32, device=device)
+    angles = torch.zeros(ROWS, half, device=device)  # so that rotating rounds nothing
+    layout = PagedLayout(block_size=2, stride_block=128, stride_token=32, stride_kv=64, stride_head=16)
+    scales, cuts = (2.0, 0.25), torch.zeros(1, dtype=torch.int64, device=device)
+    q, cache = torch.zeros(ROWS, heads * head_dim, device=device), torch.zeros(ROWS * 128, device=device).to(FP8)
+    rotate_store(
+        qkv, q, cache, tables=indices[:, None].repeat(1, 4), table_rows=indices, positions=indices % 2,
+        cos=angles.cos(), sin=angles.sin(), q_norm=None, k_norm=None, eps=1e-5, weight_plus_one=False,
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, layout=layout,
+        num_rows=torch.tensor(ROWS, dtype=torch.int32, device=device), lora=None, num_slots=3, scales=scales, cuts=cuts,
+        pdl=False,
+    )  # fmt: skip
+    written = qkv[0].view(ROWS, -1, kv_heads * head_dim)[:, 1:]
+    limits = 448 * torch.tensor(scales, device=device)[:, None]
+    assert int(cuts) == int((written.abs() > limits).sum()) > ROWS
+    kept = cache.view(torch.uint8).view(ROWS, 2, 2, 32)  # block, keys and values, token
+    for row in range(ROWS):
+        for which, scale in enumerate(scales):
+            assert torch.equal(kept[row, which, row % 2], codes_of(written[row, which], scale).view(torch.uint8))
+    assert torch.equal(q, qkv[0, :, : heads * head_dim]), "queries stay as they are"

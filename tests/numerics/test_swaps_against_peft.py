@@ -23,7 +23,7 @@ from manylora_worker.models.layers.host_kv import TensorHostKv, runs
 from manylora_worker.models.layers.kv_cache import MIB
 from manylora_worker.planning.step_planner import PlannerLimits
 
-from tests.numerics.conftest import Family, FamilyOf
+from tests.numerics.conftest import KV_IN_FP8, Family, FamilyOf
 from tests.numerics.driver import COMPOSITIONS, GREEDY, composed, make_runner, put_adapter
 from tests.numerics.families import VOCAB_SIZE
 
@@ -94,8 +94,10 @@ def fight(family: Family, core: EngineCore, requests: list[Asked], uids: dict[st
     ("name", "cache_share"),
     [
         ("llama", 0.5),
+        ("llama" + KV_IN_FP8, 0.5),
         *[pytest.param(*each, marks=pytest.mark.wide) for each in [("llama", 0.0), ("gemma2", 0.0), ("gemma2", 0.5)]],
         *[pytest.param(*each, marks=pytest.mark.slow) for each in [("qwen3_5_text", 0.0), ("gemma4_text", 0.5)]],
+        *[pytest.param(each + KV_IN_FP8, 0.0, marks=pytest.mark.slow) for each in ("qwen3_5_text", "gemma4_text")],
     ],
 )
 def test_outputs_are_the_references(family_of: FamilyOf, name: str, cache_share: float) -> None:

@@ -37,6 +37,7 @@ def shared_by_two(family: Family, store: Path, device: str, **changes: Any) -> I
     settings: dict[str, Any] = {
         "model": str(family.folder), "adapter_store": store, "device": device, "dtype": "float32", "threads": 1,
         "num_blocks": NUM_BLOCKS, "sequence_slots": 10, "max_batch_tokens": 48, "tensor_parallel": 2,
+        "kv_cache_dtype": family.kv_cache_dtype,
     }  # fmt: skip
     parts = build_engine(WorkerConfig(**(settings | changes)))
     try:

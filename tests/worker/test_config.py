@@ -30,6 +30,7 @@ def test_flags_and_environment() -> None:
         ("--model=m --block-size=0", "--block-size"),
         ("--model=m --lease-ttl-s=0", "--lease-ttl-s"),
         ("--model=m --kv-cache-mb=-1", "--kv-cache-mb"),
+        ("--model=m --kv-cache-dtype=fp16", "--kv-cache-dtype: .fp16. is not one of auto, fp8"),
         ("--model=m --prefill-chunk-tokens=0", "--prefill-chunk-tokens"),
         ("--model=m --max-lora-rank=0", "--max-lora-rank"),
         ("--model=m --host-adapter-mb=0", "--host-adapter-mb"),

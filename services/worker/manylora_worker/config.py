@@ -68,6 +68,9 @@ class WorkerConfig(SealingSettings):
         "MiB of KV cache, unless num_blocks is set; 0: 512, on a GPU all that its memory has left",
         at_least=0,
     )
+    kv_cache_dtype: Literal["auto", "fp8"] = setting(
+        "auto", "of an element of keys and values; auto: --dtype; fp8: a byte (e4m3), a power of two of scale a layer"
+    )
     num_blocks: int = setting(0, "KV blocks; 0: as many as kv_cache_mb holds", at_least=0)
     block_size: int = setting(16, "tokens a KV block", at_least=1)
     prefix_cache_share: float = setting(

@@ -85,6 +85,7 @@ class ClusterOptions:
     reasoning_parser: str = ""
     quantization: str = "none"
     kv_cache_mb: int | None = None
+    kv_cache_dtype: str = "auto"
     max_lora_rank: int | None = None
     max_model_len: int | None = None
     draft_model: str = ""  # of the first pool
@@ -379,6 +380,7 @@ class LocalCluster:
             "adapter-store-access": options.adapter_store_access,
             "adapter-cache": self._data / "adapter-cache" if options.adapter_store else None,
             "kv-cache-mb": kv_cache_mb,
+            "kv-cache-dtype": options.kv_cache_dtype,
             "max-lora-rank": options.max_lora_rank,
             "max-model-len": options.max_model_len,
             "draft-model": options.draft_model if pool.pool == DEFAULT_POOL else "",

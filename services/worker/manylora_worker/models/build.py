@@ -13,6 +13,7 @@ from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
 import torch
+from manylora_shared.composition import RANKS_AT_ONCE
 from manylora_shared.encryption.keyring import Keyring
 from manylora_shared.encryption.sealing import OpeningKeys
 from manylora_shared.encryption.settings import opening_keys
@@ -46,6 +47,7 @@ from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.models.ranks.shared import SharedBackend, share
 from manylora_worker.models.torch.decoder import trusted_weights
 from manylora_worker.models.torch.eager_check import check_against_eager
+from manylora_worker.models.torch.kv_scales import with_fp8_kv
 from manylora_worker.models.torch.model_runner import TorchModelRunner
 from manylora_worker.models.vocabulary import read_vocabulary
 from manylora_worker.weights.adapter_check import AdapterReport, ThreadValidator
@@ -140,6 +142,8 @@ def build_rank(config: WorkerConfig, group: RankGroup | None, notify: Callable[[
     )
     check_against_eager(loaded, _planner(loaded))
     weights = trusted_weights(loaded)
+    if config.kv_cache_dtype == "fp8":
+        loaded = with_fp8_kv(loaded)
     is_gpu = loaded.device.type == "cuda"
     device_runner = draft = None
     if config.draft_model:
@@ -170,7 +174,7 @@ def build_rank(config: WorkerConfig, group: RankGroup | None, notify: Callable[[
         max_context_tokens=spec.max_context_tokens,
         eos_token_ids=spec.eos_token_ids,
         kv_block_bytes=spec.kv.token_bytes(loaded.dtype) * config.block_size,
-        dtype=config.compute_dtype,
+        dtype=config.compute_dtype + (", KV in fp8" if spec.kv.scales else ""),
         sampling_defaults=sampling_defaults(model_folder(config.model)),
         longest_context_tokens=spec.longest_context_tokens if weights is not None else 0,
         shape=_shape(loaded),
@@ -296,6 +300,8 @@ def _device_runner(
     from manylora_worker.models.cuda.runner import DeviceLimits, DeviceModelRunner, activation_bytes
 
     block_bytes = loaded.spec.kv.token_bytes(loaded.dtype) * config.block_size
+    if loaded.spec.kv.scales:
+        _check_block(loaded, config, block_bytes)
     adapter_blocks = config.device_adapter_bytes // block_bytes
     if adapter_blocks < 1:
         raise ModelRefused(f"device_adapter_mb: holds no block of {block_bytes} bytes")
@@ -324,6 +330,19 @@ def _device_runner(
         num_host_blocks=_host_blocks(loaded, config),
         drafter=None if draft is None else _drafter(loaded, draft, cache, config),
     )
+
+
+def _check_block(loaded: LoadedModel, config: WorkerConfig, block_bytes: int) -> None:
+    """Raises ModelRefused where one in FP8 is less than what an adapter cannot be cut below."""
+    sites = [site for site in loaded.sites if not site.experts]
+    widest = max(width for site in sites for width in (site.in_features, *(s.stop - s.start for s in site.slots)))
+    part_bytes = min(RANKS_AT_ONCE, config.max_lora_rank) * widest * loaded.dtype.itemsize
+    if part_bytes > block_bytes:
+        least = -(-part_bytes * config.block_size // block_bytes)
+        raise ModelRefused(
+            f"--block-size {config.block_size}: a block of KV in fp8 has {block_bytes} bytes, and a part of an adapter "
+            f"up to {part_bytes}: set --block-size {1 << (least - 1).bit_length()}"
+        )
 
 
 def _blocks_left(device: torch.device, reserved_bytes: int, block_bytes: int) -> int:

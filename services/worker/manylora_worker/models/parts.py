@@ -22,7 +22,7 @@ class ModelInfo:
     max_context_tokens: int
     eos_token_ids: tuple[int, ...]
     kv_block_bytes: int  # in all layers
-    dtype: str = ""  # of its computation
+    dtype: str = ""  # of its computation, and of its KV where that is another
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     longest_context_tokens: int = 0  # with an adapter that stretches it; 0: as without
     shape: ModelShape = NO_SHAPE

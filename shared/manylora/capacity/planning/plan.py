@@ -290,6 +290,8 @@ def flags_of(plan: Plan) -> str:
     """Without adapters the arena's part for them stays the least that a worker takes."""
     ranks = [*plan.traffic.ranks.values(), *plan.traffic.listed.values()]
     parts = [f"--sequence-slots {plan.settings.slots}"]
+    if plan.curve.shape.kv_element_bytes == 1:
+        parts.append("--kv-cache-dtype fp8")
     if ranks:
         parts += [
             f"--device-adapter-mb {max(1, plan.settings.adapter_bytes // _MIB)}",

@@ -28,10 +28,11 @@ class Shape:
     head_dim: int
     vocab: int
     is_tied: bool = False
+    kv_element_bytes: int = BYTES
 
     @property
     def kv_token_bytes(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * BYTES
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_element_bytes
 
     @property
     def _layer_elements(self) -> int:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from manylora.cli.commands.up_command import KvCacheDtype, KvCacheDtypeOption
 from manylora.cli.output import Json, print_json, usage_error, write
 
 _FILE = {"exists": True, "dir_okay": False}
@@ -53,6 +54,7 @@ def plan(
     slots: Slots = None,
     workers: Workers = None,
     curve: CurveFile = None,
+    kv_cache_dtype: KvCacheDtypeOption = KvCacheDtype.AUTO,
     as_json: Json = False,
 ) -> None:
     """Say what a traffic needs: workers, slots, the arena's split, latencies, cost, and what to tune.
@@ -65,7 +67,7 @@ def plan(
     if (not gpu) == (curve is None):
         raise usage_error("give either --gpu NAME or --curve FILE")
     from manylora.capacity import files, view
-    from manylora.capacity.planning.curve import find_curve
+    from manylora.capacity.planning.curve import find_curve, with_fp8_kv
     from manylora.capacity.planning.plan import Wanted, document_of
     from manylora.capacity.planning.plan import plan as planned
     from manylora.capacity.planning.shapes import CannotPlan, gpu_of
@@ -83,6 +85,8 @@ def plan(
         steps = find_curve(files.packaged_curves(), gpu_of(gpu), shape) if curve is None else files.read_curve(curve)
         if steps.shape != shape:
             raise CannotPlan(f"{curve}: is of {steps.shape.name}, not of {shape.name}")
+        if kv_cache_dtype is KvCacheDtype.FP8:
+            steps = with_fp8_kv(steps)
         wanted = Wanted(
             ttft_ms=ttft_ms,
             tpot_ms=tpot_ms,

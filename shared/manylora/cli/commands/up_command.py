@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 DEFAULT_PORT = 7070
 
 
+class KvCacheDtype(enum.StrEnum):
+    AUTO = "auto"
+    FP8 = "fp8"
+
+
+KvCacheDtypeOption = Annotated[KvCacheDtype, typer.Option(help="Of keys and values; auto: the model's.")]
+
+
 class Quantization(enum.StrEnum):
     NONE = "none"
     NF4 = "nf4"
@@ -173,6 +181,7 @@ def up(
     dtype: ComputeType = "",
     quantization: Annotated[Quantization, typer.Option(help="Of the base model's weights.")] = Quantization.NONE,
     kv_cache_mb: KvCacheMb = None,
+    kv_cache_dtype: KvCacheDtypeOption = KvCacheDtype.AUTO,
     max_lora_rank: MaxLoraRank = None,
     max_model_len: MaxModelLen = None,
     draft_model: DraftModel = "",

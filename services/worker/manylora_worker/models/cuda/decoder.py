@@ -127,8 +127,9 @@ def buffer_bytes(
 # steps that kernels/lora_tiles.py serves.
 class Decoder:
     """Args:
-    arena: every block of KV and adapters, flat.
+    arena: every block of KV and adapters, flat; kv: the same, as elements of keys and values.
     layer_offsets: where each layer's keys begin inside a block, in elements.
+    scales: by layer, of keys and values in FP8; cuts: see rotate_store.
     sites: int64 [sites, adapter slots, fields]; see kernels/lora.py.
     ropes: float32 [adapter slots, rotated / 2 + 1]; see rotate.row_angles.
     pdl: see the kernels package.
@@ -139,8 +140,11 @@ class Decoder:
         weights: DecoderWeights,
         *,
         arena: Tensor,
+        kv: Tensor,
         layout: PagedLayout,
         layer_offsets: Sequence[int],
+        scales: Sequence[tuple[float, float]],
+        cuts: Tensor | None,
         sites: Tensor,
         ropes: Tensor,
         lora_chunks: int,
@@ -152,7 +156,8 @@ class Decoder:
         self.weights = weights
         self._arena = arena
         self._layout = layout
-        self._layer_caches = [arena[offset:] for offset in layer_offsets]
+        self._layer_caches = [kv[offset:] for offset in layer_offsets]
+        self._scales, self._cuts = scales or [(1.0, 1.0)] * len(layer_offsets), cuts
         self._sites = sites
         self._ropes = ropes
         self._lora_chunks = lora_chunks
@@ -188,7 +193,7 @@ class Decoder:
         self._pdl = pdl
         self._scratch = DecodeScratch(max_decode_rows, weights.layers[0].attention, MAX_SPLITS, device)
         self._decode_attention = {
-            shape: DecodeAttention.where_it_runs(shape, layout.block_size, dtype, device)
+            shape: DecodeAttention.where_it_runs(shape, layout.block_size, dtype, device, is_fp8=kv.dtype.itemsize == 1)
             for shape in {layer.attention for layer in weights.layers}
         }
         self._sinks = [None if layer.sinks is None else layer.sinks.float() for layer in weights.layers]
@@ -436,6 +441,8 @@ class Decoder:
             lora=lora,
             num_slots=len(layer.qkv.site.slots),
             angles_by_row=step.lora is not None and len(self.weights.ropes) == 1,
+            scales=self._scales[index],
+            cuts=self._cuts,
             pdl=self._pdl,
         )
 
@@ -458,6 +465,7 @@ class Decoder:
                 splits=step.splits,
                 pdl=self._pdl,
                 sinks=self._sinks[index],
+                scales=self._scales[index],
             )
         if step.prefill_tiles is not None:
             attend_prefill(
@@ -470,4 +478,5 @@ class Decoder:
                 shape=shape,
                 layout=self._layout,
                 sinks=self._sinks[index],
+                scales=self._scales[index],
             )

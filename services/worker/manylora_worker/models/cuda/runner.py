@@ -120,8 +120,8 @@ def _adapter_arena(
     cache: KvCache,
     limits: DeviceLimits,
     num_kv_blocks: int,
-    block_elements: int,
 ) -> AdapterArena:
+    block_elements = len(cache.flat) // cache.num_blocks
     return AdapterArena(
         cache.flat,
         block_elements,
@@ -166,13 +166,16 @@ class DeviceModelRunner:
             stride_kv=bs * row,
             stride_head=geometry.head_dim,
         )
-        self._adapters = _adapter_arena(loaded, weights, cache, limits, num_kv_blocks, self._layout.stride_block)
+        self._adapters = _adapter_arena(loaded, weights, cache, limits, num_kv_blocks)
         pdl = loaded.device.type == "cuda" and torch.cuda.get_device_capability(loaded.device) >= (9, 0)
         self._decoder = Decoder(
             weights,
             arena=cache.flat,
+            kv=cache.kept,
             layout=self._layout,
             layer_offsets=[cache.first_element + 2 * i * bs * row for i in range(geometry.num_layers)],
+            scales=geometry.scales,
+            cuts=None if cache.cuts is None else cache.cuts.count,
             sites=self._adapters.sites,
             ropes=self._adapters.ropes,
             lora_chunks=self._adapters.chunks,
@@ -247,6 +250,8 @@ class DeviceModelRunner:
             self._prepare_blocks(batch)
             if not batch.chunks:
                 return PendingStep([], Draws(), self._device)
+            if self._cache.cuts is not None:
+                self._cache.cuts.after_step()
             if self._drafter is not None:
                 batch = self._drafter.guessed(batch)
             plan = self._packer.pack(batch.chunks)

@@ -12,6 +12,7 @@ from manylora_worker.models.checkpoint import ModelRefused, said
 from manylora_worker.models.decoder_weights import DecoderWeights
 from manylora_worker.models.loader import LoadedModel, load_model
 from manylora_worker.models.torch.decoder import trusted_weights
+from manylora_worker.models.torch.kv_scales import with_fp8_kv
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,11 @@ def load_draft(path: str, model: str, loaded: LoadedModel) -> tuple[LoadedModel,
     for each, name in ((loaded, "the model"), (draft, "the draft model")):
         if each.spec.kv.state is not None:
             raise ModelRefused(f"--draft-model {path}: {name} has recurrent layers, whose states cannot be taken back")
+    weights = trusted_weights(draft)
+    if loaded.spec.kv.scales:
+        draft = with_fp8_kv(draft)
     kv = replace(loaded.spec.kv, beside=draft.spec.kv)
-    return replace(loaded, spec=replace(loaded.spec, kv=kv)), DraftParts(draft, trusted_weights(draft))
+    return replace(loaded, spec=replace(loaded.spec, kv=kv)), DraftParts(draft, weights)
 
 
 def check_tokens(model: Path, draft: str) -> None:

@@ -214,7 +214,7 @@ class AttentionStep:
         """
         if sinks is not None:
             sinks = sinks.view(*queries.shape[1:3], 1)
-        self._cache.write(layer, self._token_rows, keys, values)
+        kept = self._cache.write(layer, self._token_rows, keys, values)
         plan = self._plans.get(window)
         if plan is None:
             plan = self._plans[window] = self._build_plan(window, queries.device)
@@ -224,6 +224,8 @@ class AttentionStep:
         output = queries.new_empty(queries.shape)
         for group in groups:
             output[group.rows] = self._attend_decode(layer, group, queries[group.rows], scale, softcap, sinks)
+        if plan.prefills and plan.prefills[0].block_rows is None:
+            keys, values = self._cache.read(layer, kept)
         for prefill in plan.prefills:
             rows = slice(prefill.rows.first_row, prefill.rows.last_row)
             local = (keys[rows], values[rows])
@@ -284,7 +286,11 @@ class AttentionStep:
     def _build_plan(self, window: int | None, device: torch.device) -> _Plan:
         return _Plan(
             decode_groups=self._plan_decodes(window, device),
-            prefills=[self._plan_prefill(rows, window, device) for rows in self._prefills],
+            # what was just written is read first: it is good until the next gathering
+            prefills=sorted(
+                (self._plan_prefill(rows, window, device) for rows in self._prefills),
+                key=lambda prefill: prefill.block_rows is not None,
+            ),
         )
 
     def _plan_decodes(self, window: int | None, device: torch.device) -> list[_DecodeGroup]:

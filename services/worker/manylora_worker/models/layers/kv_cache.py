@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from manylora_worker.models.layers.fp8_codes import FP8, FP8_LARGEST, FP8_NAN, codes_of, numbers_of
+from manylora_worker.models.layers.kv_cuts import KvCuts
+
 MIB = 1 << 20
 _GATHERED_BYTES = 2 * MIB  # of keys, and of values as many
 
@@ -58,6 +61,9 @@ class KvGeometry:
     layers: tuple[LayerKv, ...] = ()  # empty: all are alike
     # of a draft model, whose keys and values stand behind these in each block
     beside: KvGeometry | None = None
+    # by layer, powers of two that the codes of keys and of values kept in FP8 (e4m3) are multiplied with; empty: they
+    # are kept in the model's dtype
+    scales: tuple[tuple[float, float], ...] = ()
 
     @classmethod
     def of(
@@ -101,7 +107,7 @@ class KvGeometry:
         return _up_to(self.first_beside + self.beside.own_elements, rows)
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        return self.token_elements * dtype.itemsize
+        return self.token_elements * (FP8 if self.scales else dtype).itemsize
 
     def state_blocks(self, block_size: int, dtype: torch.dtype) -> int:
         """Of a sequence, beside those of its tokens."""
@@ -140,13 +146,16 @@ class KvCache:
         self.geometry = geometry
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.dtype = dtype
+        self.dtype = dtype  # of keys and values as they are read
         self.state_blocks = geometry.state_blocks(block_size, dtype)
         self.block_elements = geometry.token_elements * block_size
         self.marks_free = marks_free
+        self.cuts = KvCuts(device) if geometry.scales else None
+        # torch's operators on indices know bytes, not FP8
+        kept = torch.uint8 if geometry.scales else dtype
         # NaN: the sampler then names a sequence that read a free block
-        self._free_value = math.nan if marks_free else 0.0
-        self._by_block_id = torch.full((num_blocks, self.block_elements), self._free_value, dtype=dtype, device=device)
+        self._free_value = 0 if not marks_free else FP8_NAN if geometry.scales else math.nan
+        self._by_block_id = torch.full((num_blocks, self.block_elements), self._free_value, dtype=kept, device=device)
         self._see(0)
 
     def _see(self, first_element: int) -> None:
@@ -159,9 +168,11 @@ class KvCache:
         by_token = self._arena.view(-1, row_elements)
         first_row = first_element // (block_size * row_elements)
         rows = range(first_row, first_row + num_rows, 2)
-        self._places = geometry.places
+        self._places, self._scales = geometry.places, geometry.scales
         self._gathered = (self._arena.new_empty(0, 0), self._arena.new_empty(0, 0))
         self._joined = (self._arena.new_empty(0), self._arena.new_empty(0))
+        self._numbers = (self._arena.new_empty(0, dtype=self.dtype), self._arena.new_empty(0, dtype=self.dtype))
+        self._scratch = self._arena.new_empty(0, dtype=torch.int16)
         self._block_views = [(self._arena[i:], self._arena[i + 1 :]) for i in rows]
         self._token_views = [(by_token[i * block_size :], by_token[(i + 1) * block_size :]) for i in rows]
 
@@ -186,11 +197,17 @@ class KvCache:
 
     @property
     def flat(self) -> Tensor:
-        return self._by_block_id.view(-1)
+        # as elements of the model's dtype
+        return self._by_block_id.view(-1).view(self.dtype)
+
+    @property
+    def kept(self) -> Tensor:
+        # as elements of keys and values
+        return self._by_block_id.view(-1).view(FP8 if self._scales else self.dtype)
 
     @property
     def by_block(self) -> Tensor:
-        """[num_blocks, elements of a block]."""
+        """[num_blocks, elements of a block]; bytes where they are FP8."""
         return self._by_block_id
 
     def block_row(self, block_id: int) -> int:
@@ -201,6 +218,25 @@ class KvCache:
 
     def gather(self, layer: int, block_rows: Tensor) -> tuple[Tensor, Tensor]:
         """[len(block_rows), block_size * kv_heads * head_dim] each, good until the next call."""
+        return self.read(layer, self._gather_layer(layer, block_rows))
+
+    def read(self, layer: int, kept: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """kept: as `write` has returned them. Good until the next call of this or of `gather`."""
+        if not self._scales:
+            return kept
+        size = kept[0].numel()
+        if len(self._scratch) < size:
+            self._numbers = (self._numbers[0].new_empty(2 * size), self._numbers[1].new_empty(2 * size))
+            self._scratch = self._scratch.new_empty(2 * size)
+        pairs = zip(kept, self._scales[layer], self._numbers, strict=True)
+        keys, values = (
+            numbers_of(codes.view(-1), scale, to[:size], self._scratch[:size]).view(codes.shape)
+            for codes, scale, to in pairs
+        )
+        return keys, values
+
+    def _gather_layer(self, layer: int, block_rows: Tensor) -> tuple[Tensor, Tensor]:
+        # as they are kept
         place = self._places[layer]
         if place.count == 1:
             return self._gather(place.first, block_rows)
@@ -228,16 +264,25 @@ class KvCache:
             torch.index_select(values, 0, block_rows, out=kept_values[:count]),
         )
 
-    def write(self, layer: int, token_rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """keys, values: [num_tokens, kv_heads * head_dim]. Of a layer that reads another's: they stand there."""
+    def write(self, layer: int, token_rows: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """keys, values: [num_tokens, kv_heads * head_dim]. Of a layer that reads another's: they stand there. Returns
+        them as they are kept.
+        """
         place = self._places[layer]
-        if not place.is_own:
-            return
-        parts = zip(keys.chunk(place.count, 1), values.chunk(place.count, 1), strict=True)
-        for row, (own_keys, own_values) in enumerate(parts, place.first):
-            key_view, value_view = self._token_views[row]
-            key_view.index_copy_(0, token_rows, own_keys)
-            value_view.index_copy_(0, token_rows, own_values)
+        if self._scales:
+            keys, values = (self._codes(x, scale) for x, scale in zip((keys, values), self._scales[layer], strict=True))
+        if place.is_own:
+            parts = zip(keys.chunk(place.count, 1), values.chunk(place.count, 1), strict=True)
+            for row, (own_keys, own_values) in enumerate(parts, place.first):
+                key_view, value_view = self._token_views[row]
+                key_view.index_copy_(0, token_rows, own_keys)
+                value_view.index_copy_(0, token_rows, own_values)
+        return keys, values
+
+    def _codes(self, x: Tensor, scale: float) -> Tensor:
+        assert self.cuts is not None
+        self.cuts.count.add_((x.abs() > scale * FP8_LARGEST).sum())
+        return codes_of(x, scale).view(torch.uint8)
 
     def clear_blocks(self, block_ids: Tensor) -> None:
         # zero, or NaN, as free blocks are

@@ -101,6 +101,8 @@ class TorchModelRunner:
             inputs = build_inputs(batch, self._cache, self.adapters, self._loaded.device)
             with self._passed(inputs) as head:
                 drawn = sample(head(inputs.logit_rows), inputs.sampled) if inputs.sampled else []
+                if self._cache.cuts is not None:
+                    self._cache.cuts.after_step()
                 return answers(batch.chunks, drawn, inputs.scored, self._scores(inputs, head))
 
     def logits(self, batch: StepBatch) -> Tensor:

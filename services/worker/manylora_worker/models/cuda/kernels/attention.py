@@ -23,6 +23,8 @@ PREFILL_TILE_FIELDS = 4
 #     tables   int32 [sequences, blocks]    physical block of every logical block
 #     cache    the arena from the layer's first element on; token t of a sequence stands at
 #              table[t // block_size] * stride_block + (t % block_size) * stride_token (+ stride_kv: its values)
+# Codes of FP8 become q's type in registers, which is exact; their keys' scale enters with `scale`, their values' at the
+# end.
 @dataclass(frozen=True)
 class PagedLayout:
     """Strides count elements."""
@@ -56,6 +58,8 @@ def _addresses(
 @triton.jit
 def _attend_tile(q, k, v, token_mask, largest, total, acc, scale, SOFTCAP: tl.constexpr):
     """One tile into the running softmax. Rows that have seen nothing yet stay at -inf, not NaN."""
+    k = k.to(q.dtype)
+    v = v.to(q.dtype)
     scores = tl.where(token_mask[None, :], _scores(q, k, scale, SOFTCAP), float("-inf"))
     new_largest = tl.maximum(largest, tl.max(scores, 1))
     base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
@@ -69,7 +73,7 @@ def _attend_tile(q, k, v, token_mask, largest, total, acc, scale, SOFTCAP: tl.co
 @triton.jit
 def _decode_kernel(
     q_ptr, cache_ptr, tables_ptr, table_rows_ptr, positions_ptr, num_rows_ptr, out_ptr, partial_ptr, stats_ptr,
-    counters_ptr, sinks_ptr, scale, stride_table, stride_block, stride_token, stride_kv, stride_head,
+    counters_ptr, sinks_ptr, scale, value_scale, stride_table, stride_block, stride_token, stride_kv, stride_head,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
@@ -149,7 +153,7 @@ def _decode_kernel(
         v = tl.load(k_at + stride_kv, mask=mask, other=0.0)
         largest, total, acc = _attend_tile(q, k, v, token_mask, largest, total, acc, scale, SOFTCAP)
     if SPLITS == 1:
-        tl.store(out_ptr + at, acc / total[:, None], mask=both)
+        tl.store(out_ptr + at, acc * value_scale / total[:, None], mask=both)
     else:
         # [row, head, split]: sums and weighted values of this split, relative to its own largest score
         slot = (row * NUM_HEADS + heads) * SPLITS + split
@@ -176,7 +180,7 @@ def _decode_kernel(
                 merged = merged * mine[:, None] + its_acc * its[:, None]
                 mass = mass * mine + its_total * its
                 best = new_best
-            tl.store(out_ptr + at, merged / mass[:, None], mask=both)
+            tl.store(out_ptr + at, merged * value_scale / mass[:, None], mask=both)
             tl.store(counter, 0)
 
 
@@ -205,6 +209,7 @@ def attend_decode(
     splits: int,
     pdl: bool,
     sinks: Tensor | None = None,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """One new token a row; its keys and values are in the cache already.
 
@@ -215,6 +220,7 @@ def attend_decode(
         num_rows: int32 scalar; rows behind it are left alone.
         splits: programs that share one row's context, where it is long enough.
         sinks: float32 [heads], where the shape has them.
+        scales: powers of two, of a cache in FP8: its codes times these are keys, and values.
     """
     rows = table_rows.shape[0]
     group = shape.num_heads // shape.num_kv_heads
@@ -224,18 +230,18 @@ def attend_decode(
     block_n = 32 if is_many or block_d > 128 else 64
     _decode_kernel[(rows, shape.num_kv_heads, splits)](
         q, cache, tables, table_rows, positions, num_rows, out, scratch.partial, scratch.stats, scratch.counters,
-        sinks, shape.scale, tables.stride(0), layout.stride_block, layout.stride_token, layout.stride_kv,
-        layout.stride_head, NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads, HEAD_DIM=shape.head_dim,
-        BLOCK_D=block_d, BLOCK_G=max(16, triton.next_power_of_2(group)), BLOCK_N=block_n, BLOCK_SIZE=layout.block_size,
-        WINDOW=shape.window or 0, SOFTCAP=shape.softcap or 0.0, SINKS=shape.has_sinks, SPLITS=splits,
-        EARLY=not is_many, PDL=pdl, num_warps=1 if is_many else 4, num_stages=2, launch_pdl=pdl,
+        sinks, shape.scale * scales[0], scales[1], tables.stride(0), layout.stride_block, layout.stride_token,
+        layout.stride_kv, layout.stride_head, NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
+        HEAD_DIM=shape.head_dim, BLOCK_D=block_d, BLOCK_G=max(16, triton.next_power_of_2(group)), BLOCK_N=block_n,
+        BLOCK_SIZE=layout.block_size, WINDOW=shape.window or 0, SOFTCAP=shape.softcap or 0.0, SINKS=shape.has_sinks,
+        SPLITS=splits, EARLY=not is_many, PDL=pdl, num_warps=1 if is_many else 4, num_stages=2, launch_pdl=pdl,
     )  # fmt: skip
 
 
 @triton.jit
 def _prefill_kernel(
-    q_ptr, cache_ptr, tables_ptr, tiles_ptr, out_ptr, sinks_ptr, scale, stride_table, stride_block, stride_token,
-    stride_kv, stride_head, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    q_ptr, cache_ptr, tables_ptr, tiles_ptr, out_ptr, sinks_ptr, scale, value_scale, stride_table, stride_block,
+    stride_token, stride_kv, stride_head, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -281,7 +287,8 @@ def _prefill_kernel(
         else:
             k = tl.load(k_at, mask=dim_mask[None, :], other=0.0)
             v = tl.load(k_at + stride_kv, mask=dim_mask[None, :], other=0.0)
-        scores = _scores(q, k, scale, SOFTCAP)
+        scores = _scores(q, k.to(q.dtype), scale, SOFTCAP)
+        v = v.to(q.dtype)
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         weights = tl.exp2(scores - new_largest[:, None])
         rescale = tl.exp2(largest - new_largest)
@@ -300,7 +307,8 @@ def _prefill_kernel(
         visible = tokens[None, :] <= positions[:, None]
         if WINDOW > 0:
             visible = visible & (tokens[None, :] > positions[:, None] - WINDOW)
-        scores = tl.where(visible, _scores(q, k, scale, SOFTCAP), float("-inf"))
+        scores = tl.where(visible, _scores(q, k.to(q.dtype), scale, SOFTCAP), float("-inf"))
+        v = v.to(q.dtype)
         # A row may see nothing of a tile, so that its largest is still -inf: it must not become NaN.
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
@@ -310,7 +318,7 @@ def _prefill_kernel(
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
         largest = new_largest
     # Rows behind the tile's last may have seen nothing; they are not stored.
-    tl.store(out_ptr + at, acc / tl.where(total == 0, 1.0, total)[:, None], mask=both)
+    tl.store(out_ptr + at, acc * value_scale / tl.where(total == 0, 1.0, total)[:, None], mask=both)
 
 
 def prefill_block_m(shape: AttentionShape) -> int:
@@ -328,6 +336,7 @@ def attend_prefill(
     shape: AttentionShape,
     layout: PagedLayout,
     sinks: Tensor | None = None,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """Chunks of prompts, causal; their keys and values are in the cache already.
 
@@ -335,15 +344,16 @@ def attend_prefill(
         q, out: [rows, heads * head_dim].
         tiles: int32 [>= num_tiles, PREFILL_TILE_FIELDS]: first row, rows (at most `prefill_block_m`; 0: unused), the
             first row's position, its sequence in `tables`.
-        sinks: float32 [heads], where the shape has them.
+        sinks, scales: as `attend_decode`'s.
     """
     block_d = triton.next_power_of_2(shape.head_dim)
     wide = q.dtype.itemsize == 4
     block_m = prefill_block_m(shape)
     _prefill_kernel[(shape.num_heads, num_tiles)](
-        q, cache, tables, tiles, out, sinks, shape.scale, tables.stride(0), layout.stride_block, layout.stride_token,
-        layout.stride_kv, layout.stride_head, NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
-        HEAD_DIM=shape.head_dim, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=32 if wide else 64,
-        BLOCK_SIZE=layout.block_size, WINDOW=shape.window or 0, SOFTCAP=shape.softcap or 0.0,
-        SINKS=shape.has_sinks, num_warps=8 if block_m == 128 else 4, num_stages=1 if wide else 2,
+        q, cache, tables, tiles, out, sinks, shape.scale * scales[0], scales[1], tables.stride(0), layout.stride_block,
+        layout.stride_token, layout.stride_kv, layout.stride_head, NUM_HEADS=shape.num_heads,
+        NUM_KV_HEADS=shape.num_kv_heads, HEAD_DIM=shape.head_dim, BLOCK_D=block_d, BLOCK_M=block_m,
+        BLOCK_N=32 if wide else 64, BLOCK_SIZE=layout.block_size, WINDOW=shape.window or 0,
+        SOFTCAP=shape.softcap or 0.0, SINKS=shape.has_sinks, num_warps=8 if block_m == 128 else 4,
+        num_stages=1 if wide else 2,
     )  # fmt: skip

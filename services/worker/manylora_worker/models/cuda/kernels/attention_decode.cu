@@ -11,11 +11,17 @@
 // merged by log-sum-exp at the item's end. A long context is split over up to `splits` items, and the last of them to
 // end merges these (Flash-Decoding, Dao et al., 2023).
 //
-// Defined by the compilation: HEAD_DIM (a multiple of 16), GROUP (heads that share keys and values, at most 8),
+// Codes of FP8 (e4m3) are multiplied as 16-bit floats, which hold each of them exactly, and queries and weights with them.
+// No instruction loads their bytes as the matrix unit's operands lie: a lane takes four dims at a time, and which dims a
+// step multiplies is another order of them, the same for both operands.
+//
+// Defined by the compilation: FP8 (0, 1), HEAD_DIM (a multiple of 16, with FP8 of 32), GROUP (heads that share keys and values, at most 8),
 // BLOCK_SIZE (a multiple of TILE), WINDOW (0: none), SOFTCAP (0: none), SINKS (0: none), WARPS, STAGES, TILES_OF_SPLIT.
 
-constexpr int TILE = 16, PIECES = HEAD_DIM / 8;  // a piece: 16 bytes
-constexpr int ROW_BYTES = HEAD_DIM * 2, STAGE = 2 * TILE * ROW_BYTES;
+constexpr int TILE = 16, OUT_PIECES = HEAD_DIM / 8;  // a piece: 16 bytes
+constexpr int ELEMENT = FP8 ? 1 : 2;  // bytes, of a key or value; those of queries and outputs have 2
+constexpr int OUT_BYTES = HEAD_DIM * 2, ROW_BYTES = HEAD_DIM * ELEMENT, PIECES = ROW_BYTES / 16;
+constexpr int STAGE = 2 * TILE * ROW_BYTES;
 constexpr int EXCHANGED = (PIECES & -PIECES) < 8 ? PIECES & -PIECES : 8;  // pieces that change places with each other
 constexpr int MERGE_STRIDE = HEAD_DIM + 4;  // floats; lanes that write at once write other banks
 constexpr int MERGE = GROUP * MERGE_STRIDE;
@@ -71,6 +77,77 @@ __device__ __forceinline__ void copy_tile(u32 to, const Cache& cache, const Shar
     }
 }
 
+// Products of the tile `at` with operands as they are defined above, and where in a head their results belong.
+#if FP8
+__device__ __forceinline__ u32 four_of(u32 at, int position, int dim) {
+    return load_word(at + place_of(position, dim / 16) + dim % 16);
+}
+
+__device__ __forceinline__ u32 query_of(const u8* head, int i, int half, int quad) {
+    return halves_of_bf16(*(const u32*)(head + (16 * i + 4 * quad + 2 * half) * 2));
+}
+
+__device__ __forceinline__ void add_scores(float (&scores)[4], u32 at, const u32 (&queries)[HEAD_DIM / 16][2]) {
+    const int group = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 16; i++) {
+        u32 a[4];
+        halves_of_codes(a[0], a[2], four_of(at, group, 16 * i + 4 * quad));
+        halves_of_codes(a[1], a[3], four_of(at, group + 8, 16 * i + 4 * quad));
+        multiply_halves(scores, a, queries[i][0], queries[i][1]);
+    }
+}
+
+__device__ __forceinline__ void add_values(float (&sums)[HEAD_DIM / 16][4], u32 at, const float (&weights)[4]) {
+    const int group = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
+    const u32 first_half = transpose(pack_halves(weights[0], weights[1]));
+    const u32 second_half = transpose(pack_halves(weights[2], weights[3]));
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 16; i += 2) {
+        u32 a[2][4];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const u32 even = four_of(at, 2 * quad + 8 * half, 16 * i + 4 * group);
+            const u32 odd = four_of(at, 2 * quad + 8 * half + 1, 16 * i + 4 * group);
+            halves_of_codes(a[0][2 * half], a[0][2 * half + 1], __byte_perm(even, odd, 0x5140));
+            halves_of_codes(a[1][2 * half], a[1][2 * half + 1], __byte_perm(even, odd, 0x7362));
+        }
+        multiply_halves(sums[i], a[0], first_half, second_half);
+        multiply_halves(sums[i + 1], a[1], first_half, second_half);
+    }
+}
+
+__device__ __forceinline__ int dim_of(int i, int j, int group) { return i / 2 * 32 + 4 * group + i % 2 * 2 + j / 2; }
+#else
+__device__ __forceinline__ u32 query_of(const u8* head, int i, int half, int quad) {
+    return *(const u32*)(head + (16 * i + 8 * half + 2 * quad) * 2);
+}
+
+__device__ __forceinline__ void add_scores(float (&scores)[4], u32 at, const u32 (&queries)[HEAD_DIM / 16][2]) {
+    const int lane = threadIdx.x % 32;
+    u32 a[4];
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 16; i++) {
+        load_matrices<false>(a, at + place_of(lane % 16, 2 * i + lane / 16));
+        multiply(scores, a, queries[i][0], queries[i][1]);
+    }
+}
+
+__device__ __forceinline__ void add_values(float (&sums)[HEAD_DIM / 16][4], u32 at, const float (&weights)[4]) {
+    const int lane = threadIdx.x % 32;
+    const u32 first_half = transpose(pack(weights[0], weights[1]));
+    const u32 second_half = transpose(pack(weights[2], weights[3]));
+    u32 a[4];
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 16; i++) {
+        load_matrices<true>(a, at + place_of(lane % 8 + lane / 16 * 8, 2 * i + lane / 8 % 2));
+        multiply(sums[i], a, first_half, second_half);
+    }
+}
+
+__device__ __forceinline__ int dim_of(int i, int j, int group) { return 16 * i + j / 2 * 8 + group; }
+#endif
+
 // A piece of a head's output over several shares of the context: weighted sums, not yet over `mass`, in units of
 // 2^`best`.
 struct Merged {
@@ -93,21 +170,31 @@ __device__ __forceinline__ Merged merge_shares(int shares, const float* stats, i
     return merged;
 }
 
-__device__ __forceinline__ void store_piece(u8* to, const Merged& merged) {
+__device__ __forceinline__ void store_piece(u8* to, const Merged& merged, float value_scale) {
     for (int i = 0; i < 4; i++)
-        ((u32*)to)[i] = pack(merged.sums[2 * i] / merged.mass, merged.sums[2 * i + 1] / merged.mass);
+        ((u32*)to)[i] = pack(value_scale * merged.sums[2 * i] / merged.mass,
+                             value_scale * merged.sums[2 * i + 1] / merged.mass);
 }
 
 // Grid: programs that take every so many-th of min(num_rows, max_rows) * splits * num_kv_heads items.
 //
-// partial, stats, counters: attention.py's DecodeScratch. sinks: a logit of each head.
+// partial, stats, counters: attention.py's DecodeScratch. sinks: a logit of each head. scale: of what codes of keys give.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     attend_decode(const u8* q, const u8* cache_at, u8* out, const int* tables, const int* table_rows,
                   const int* positions, const int* num_rows, float* partial, float* stats, int* counters,
-                  const float* sinks, float scale, int max_rows, int splits, int num_kv_heads, int stride_table,
-                  int stride_block, int stride_token, int stride_values, int stride_head) {
-    const Cache cache = {cache_at,          tables,            table_rows,         positions,        stride_table,
-                         stride_block * 2L, stride_token * 2L, stride_values * 2L, stride_head * 2L, num_kv_heads,
+                  const float* sinks, float scale, float value_scale, int max_rows, int splits, int num_kv_heads,
+                  int stride_table, int stride_block, int stride_token, int stride_values, int stride_head) {
+    const long element = ELEMENT;
+    const Cache cache = {cache_at,
+                         tables,
+                         table_rows,
+                         positions,
+                         stride_table,
+                         stride_block * element,
+                         stride_token * element,
+                         stride_values * element,
+                         stride_head * element,
+                         num_kv_heads,
                          splits};
     extern __shared__ __align__(128) u8 shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
@@ -151,14 +238,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         const int used = share.step / WARPS, split = item / num_kv_heads % splits;
         if (split >= used) continue;
         const long of_row = item / num_kv_heads / splits * num_kv_heads + item % num_kv_heads;  // and its head
-        const u8* of_q = q + of_row * (GROUP * ROW_BYTES);
+        const u8* of_q = q + of_row * (GROUP * OUT_BYTES);
         u32 queries[HEAD_DIM / 16][2];
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 16; i++)
-            for (int half = 0; half < 2; half++) {
-                const u8* from = of_q + group * ROW_BYTES + (16 * i + 8 * half + 2 * quad) * 2;
-                queries[i][half] = group < GROUP ? *(const u32*)from : 0;
-            }
+            for (int half = 0; half < 2; half++)
+                queries[i][half] = group < GROUP ? query_of(of_q + group * OUT_BYTES, i, half, quad) : 0;
         float largest[2] = {NOTHING, NOTHING}, total[2] = {0, 0};
         if (SINKS && split == 0 && warp == 0)  // as if a tile before the first had been that logit alone
             for (int head = 0; head < 2; head++)
@@ -174,12 +259,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
             const u32 keys = ring + stage * STAGE, values = keys + TILE * ROW_BYTES;
             stage = stage + 1 == STAGES ? 0 : stage + 1;
             float scores[4] = {};
-            u32 a[4];
-#pragma unroll
-            for (int i = 0; i < HEAD_DIM / 16; i++) {
-                load_matrices<false>(a, keys + place_of(lane % 16, 2 * i + lane / 16));
-                multiply(scores, a, queries[i][0], queries[i][1]);
-            }
+            add_scores(scores, keys, queries);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 float score = scores[i] * scale;
@@ -198,14 +278,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
                 scores[head + 2] = exponential_2(scores[head + 2] - best);
                 total[head] = total[head] * rescale[head] + scores[head] + scores[head + 2];
             }
-            const u32 first_half = transpose(pack(scores[0], scores[1]));
-            const u32 second_half = transpose(pack(scores[2], scores[3]));
 #pragma unroll
-            for (int i = 0; i < HEAD_DIM / 16; i++) {
+            for (int i = 0; i < HEAD_DIM / 16; i++)
                 for (int j = 0; j < 4; j++) sums[i][j] *= rescale[j % 2];
-                load_matrices<true>(a, values + place_of(lane % 8 + lane / 16 * 8, 2 * i + lane / 8 % 2));
-                multiply(sums[i], a, first_half, second_half);
-            }
+            add_values(sums, values, scores);
         }
 
         // [warp][head][dim], then each thread merges 8 dims of a head.
@@ -217,20 +293,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
             if (head >= GROUP) continue;
 #pragma unroll
             for (int i = 0; i < HEAD_DIM / 16; i++)
-                merge[warp * MERGE + head * MERGE_STRIDE + 16 * i + j / 2 * 8 + group] = sums[i][j];
+                merge[warp * MERGE + head * MERGE_STRIDE + dim_of(i, j, group)] = sums[i][j];
             if (group == 0) {
                 merge_stats[(warp * GROUP + head) * 2] = largest[j % 2];
                 merge_stats[(warp * GROUP + head) * 2 + 1] = total[j % 2];
             }
         }
         __syncthreads();
-        for (int at = threadIdx.x; at < GROUP * PIECES; at += 32 * WARPS) {
-            const int head = at / PIECES, piece = at % PIECES;
+        for (int at = threadIdx.x; at < GROUP * OUT_PIECES; at += 32 * WARPS) {
+            const int head = at / OUT_PIECES, piece = at % OUT_PIECES;
             const Merged merged =
                 merge_shares(WARPS, merge_stats + head * 2, GROUP * 2, merge + head * MERGE_STRIDE + piece * 8, MERGE,
                              [](const float* from) { return *from; });
             if (used == 1) {
-                store_piece(out + (of_row * GROUP + head) * ROW_BYTES + piece * 16, merged);
+                store_piece(out + (of_row * GROUP + head) * OUT_BYTES + piece * 16, merged, value_scale);
                 continue;
             }
             const long slot = (of_row * GROUP + head) * splits + split;
@@ -244,13 +320,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
             __syncthreads();
             if (*is_last) {
                 __threadfence();
-                for (int at = threadIdx.x; at < GROUP * PIECES; at += 32 * WARPS) {
-                    const int head = at / PIECES, piece = at % PIECES;
+                for (int at = threadIdx.x; at < GROUP * OUT_PIECES; at += 32 * WARPS) {
+                    const int head = at / OUT_PIECES, piece = at % OUT_PIECES;
                     const long slot = (of_row * GROUP + head) * splits;
                     // Other processors wrote these: not from this one's own cache.
                     const Merged merged = merge_shares(used, stats + slot * 2, 2, partial + slot * HEAD_DIM + piece * 8,
                                                        HEAD_DIM, [](const float* from) { return __ldcg(from); });
-                    store_piece(out + (of_row * GROUP + head) * ROW_BYTES + piece * 16, merged);
+                    store_piece(out + (of_row * GROUP + head) * OUT_BYTES + piece * 16, merged, value_scale);
                 }
                 if (threadIdx.x == 0) counters[of_row] = 0;
             }

@@ -44,6 +44,27 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const u32 (&a)[4], u3
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same of 16-bit floats with five bits of exponent.
+__device__ __forceinline__ void multiply_halves(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Four codes of e4m3 as such floats: the lower two, and the upper two.
+__device__ __forceinline__ void halves_of_codes(u32& low, u32& high, u32 codes) {
+    asm("{ .reg .b16 first, second; mov.b32 {first, second}, %2; cvt.rn.f16x2.e4m3x2 %0, first;"
+        " cvt.rn.f16x2.e4m3x2 %1, second; }"
+        : "=r"(low), "=r"(high) : "r"(codes));
+}
+
+// Of shared memory, 4 bytes.
+__device__ __forceinline__ u32 load_word(u32 at) {
+    u32 word;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at) : "memory");
+    return word;
+}
+
 // Four 8 x 8 matrices of 16 bits as multiply's `a`: lane 8 i + j names the address of row j of matrix i, 16 bytes.
 template <bool TRANSPOSED>
 __device__ __forceinline__ void load_matrices(u32 (&a)[4], u32 row) {
@@ -70,6 +91,16 @@ __device__ __forceinline__ u32 pack(float low, float high) {
     u32 both;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
+}
+
+// As halves.
+__device__ __forceinline__ u32 pack_halves(float low, float high) {
+    u32 both;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+__device__ __forceinline__ u32 halves_of_bf16(u32 pair) {
+    return pack_halves(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
 
 __device__ __forceinline__ float exponential(float value) { return __expf(value); }

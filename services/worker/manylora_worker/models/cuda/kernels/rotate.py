@@ -21,16 +21,28 @@ from manylora_worker.models.cuda.kernels.lora import (
 
 
 @triton.jit
+def _store_kept(at, x, mask, factor, cuts_ptr, FP8: tl.constexpr):
+    # as models/layers/fp8_codes.py
+    if FP8:
+        x = x * factor
+        cut = tl.sum(tl.sum((mask & (tl.abs(x) > 448.0)).to(tl.int32), 1), 0)
+        if cut > 0:
+            tl.atomic_add(cuts_ptr, cut.to(tl.int64))
+        x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+    tl.store(at, x, mask=mask)
+
+
+@triton.jit
 def _rotate_store_kernel(
     qkv_ptr, q_ptr, cache_ptr, tables_ptr, table_rows_ptr, positions_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
-    num_rows_ptr, outputs_ptr, tiles_ptr, row_adapters_ptr, low_rank_ptr, weights_ptr, sites_ptr, stride_part,
+    num_rows_ptr, cuts_ptr, outputs_ptr, tiles_ptr, row_adapters_ptr, low_rank_ptr, weights_ptr, sites_ptr, stride_part,
     stride_table, stride_block, stride_token, stride_kv, stride_head, stride_low_rank, stride_split, stride_site,
-    eps, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_HALF: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, PARTS: tl.constexpr, HEAD_NORM: tl.constexpr, WEIGHT_PLUS_ONE: tl.constexpr,
-    ANGLES_BY_ROW: tl.constexpr, HAS_OUTPUTS: tl.constexpr, HAS_LORA: tl.constexpr, BY_TILE: tl.constexpr,
-    NUM_SLOTS: tl.constexpr, CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr,
-    COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    eps, key_factor, value_factor, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr, HEAD_NORM: tl.constexpr,
+    WEIGHT_PLUS_ONE: tl.constexpr, ANGLES_BY_ROW: tl.constexpr, HAS_OUTPUTS: tl.constexpr, HAS_LORA: tl.constexpr,
+    BY_TILE: tl.constexpr, NUM_SLOTS: tl.constexpr, CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr,
+    COLUMNS: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of BLOCK_M rows: its rotated halves `one` and `two`, and the `rest` that is not rotated."""
     head = tl.program_id(0)
@@ -133,10 +145,11 @@ def _rotate_store_kernel(
         kv_head = head - NUM_HEADS - tl.where(is_value, NUM_KV_HEADS, 0)
         token = block.to(tl.int64) * stride_block + (position % BLOCK_SIZE) * stride_token
         kv = cache_ptr + token[:, None] + tl.where(is_value, stride_kv, 0) + kv_head * stride_head
-        tl.store(kv + halves[None, :], one, mask=mask)
-        tl.store(kv + HALF + halves[None, :], two, mask=mask)
+        factor = tl.where(is_value, value_factor, key_factor)
+        _store_kept(kv + halves[None, :], one, mask, factor, cuts_ptr, FP8)
+        _store_kept(kv + HALF + halves[None, :], two, mask, factor, cuts_ptr, FP8)
         if REST > 0:
-            tl.store(kv + 2 * HALF + rests[None, :], rest, mask=row_mask[:, None] & rest_mask[None, :])
+            _store_kept(kv + 2 * HALF + rests[None, :], rest, both, factor, cuts_ptr, FP8)
 
 
 def rotate_store(
@@ -161,6 +174,8 @@ def rotate_store(
     lora: LoraRows | None,
     num_slots: int,
     angles_by_row: bool = False,
+    scales: tuple[float, float] = (1.0, 1.0),
+    cuts: Tensor | None = None,
     pdl: bool,
 ) -> None:
     """Args:
@@ -171,6 +186,7 @@ def rotate_store(
     cos, sin: float32 [positions, rotated / 2], or [rows, rotated / 2] where `angles_by_row`; a dimension pairs with the
         one half a rotation on.
     num_rows: int32 scalar; rows behind it are left alone.
+    scales: see attention.py. cuts: int64 [1], to which what no code of FP8 is large enough for is added.
     lora: of the projection, with `num_slots` 3 (q, k, v) or 1 (a family that fuses them itself).
     """
     rows = qkv.shape[1]
@@ -190,16 +206,18 @@ def rotate_store(
     grid = (num_all_heads, lora.num_tiles if lora is not None and by_tile else triton.cdiv(rows, block_m))
     _rotate_store_kernel[grid](
         qkv, q, cache, tables, table_rows, positions, cos, sin, any_tensor if q_norm is None else q_norm,
-        any_tensor if k_norm is None else k_norm, num_rows, any_tensor if outputs is None else outputs,
+        any_tensor if k_norm is None else k_norm, num_rows, num_rows if cuts is None else cuts,
+        any_tensor if outputs is None else outputs,
         **expand_arguments(lora, num_rows), tiles_ptr=num_rows if lora is None else lora.tiles,
         stride_part=qkv.stride(0), stride_table=tables.stride(0), stride_block=layout.stride_block,
         stride_token=layout.stride_token, stride_kv=layout.stride_kv, stride_head=layout.stride_head, eps=eps,
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HALF=half,
+        key_factor=1 / scales[0], value_factor=1 / scales[1], NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim, HALF=half,
         BLOCK_HALF=max(16, triton.next_power_of_2(half)), REST=rest,
         BLOCK_REST=max(16, triton.next_power_of_2(max(rest, 1))), BLOCK_SIZE=layout.block_size, BLOCK_M=block_m,
         PARTS=qkv.shape[0], HEAD_NORM=q_norm is not None, WEIGHT_PLUS_ONE=weight_plus_one,
-        ANGLES_BY_ROW=angles_by_row, HAS_OUTPUTS=outputs is not None, BY_TILE=by_tile, NUM_SLOTS=num_slots, PDL=pdl,
-        num_warps=1 if block_m <= 2 or by_tile else 4, launch_pdl=pdl,
+        ANGLES_BY_ROW=angles_by_row, HAS_OUTPUTS=outputs is not None, BY_TILE=by_tile, NUM_SLOTS=num_slots,
+        FP8=cache.dtype.itemsize == 1, PDL=pdl, num_warps=1 if block_m <= 2 or by_tile else 4, launch_pdl=pdl,
     )  # fmt: skip
 
 
