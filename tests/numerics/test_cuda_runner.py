@@ -47,7 +47,7 @@ from tests.numerics.reference_tiles import ReferenceTiles
 pytestmark = pytest.mark.kernels
 
 WITHOUT_KERNELS = ("olmo2", "olmo3", "ministral3")
-ON_DEVICE = [name for name in FAMILIES if name not in WITHOUT_KERNELS]
+ON_DEVICE = [*(name for name in FAMILIES if name not in WITHOUT_KERNELS), "qwen3_5_text"]
 TOLERANCE = 1e-3
 
 
@@ -152,6 +152,7 @@ def test_on_the_device(family_of: FamilyOf, name: str, monkeypatch: pytest.Monke
     [
         ("llama", False),
         ("gemma3_text", True),
+        ("qwen3_5_text", True),
         pytest.param("phi3", True, marks=pytest.mark.slow),
         pytest.param("exaone4", False, marks=pytest.mark.slow),
     ],
