@@ -17,7 +17,7 @@ The models are shapes with random weights (no download). One JSON line a case:
 
 `ms_per_step` is what a caller of DeviceModelRunner sees: steps submitted one after the other, each taking the tokens
 of the one before on the device; `device_ms` is the same graph replayed alone. `floor_ms` is the time to read weights,
-KV and distinct adapters once at `--read-tb-s`; of experts
+KV and distinct adapters once, and write states, at `--read-tb-s`; of experts
 those that rows reach which go to them at random. Contexts stay at `--context` tokens, in blocks scattered at random.
 
     python -m bench.engine [--shape llama-3.1-8b] [--cases decode-base,...] [--batches 1,8,32,64,256]
@@ -166,7 +166,8 @@ class Bench:
         token_bytes = spec.kv.token_bytes(torch.bfloat16)
         block_bytes = token_bytes * options.block_size
         kv_tokens = max(max(self.batches) * (options.context + 64), 16 * 1024)
-        num_kv = kv_tokens // options.block_size + 600
+        self.state_blocks = spec.kv.state_blocks(options.block_size, torch.bfloat16)
+        num_kv = kv_tokens // options.block_size + 600 + max(16, *self.batches) * self.state_blocks
         mixes_ranks = bool({"mixed-rank", "decode-composed", "decode-kinds"} & set(options.cases.split(",")))
         largest = max(options.rank, 32 if mixes_ranks else 0)
         adapter_bytes = make_adapter(self.loaded, 0, largest, options.expert_rank).size_bytes
@@ -220,7 +221,7 @@ class Bench:
 
     def batch(self, rows: int, adapters: Sequence[HostAdapter], parts_a_row: int = 1) -> StepBatch:
         context, size = self.options.context, self.options.block_size
-        blocks = -(-context // size)
+        blocks = self.state_blocks + -(-context // size)
         chunks = [
             make_chunk(
                 row + 1,
@@ -260,6 +261,8 @@ class Bench:
         device_ms = time_events(replay.replay, options.steps)
         distinct = {a.uid: a for a in adapters[: rows * parts_a_row]}
         floor_bytes = self.weight_bytes + rows * options.context * self.token_bytes
+        state = self.loaded.spec.kv.state
+        floor_bytes += 0 if state is None else 2 * rows * state.size_bytes  # read and written
         floor_bytes -= self.idle_bytes(rows)
         floor_bytes += sum(self.sizes[uid] for uid in distinct)
         rows_of_each = rows * parts_a_row / max(1, len(distinct))
@@ -366,7 +369,7 @@ class Bench:
 
     def prefill(self, case: str, prompts: int, tokens: int, adapters: Sequence[HostAdapter]) -> None:
         options = self.options
-        blocks = -(-tokens // options.block_size)
+        blocks = self.state_blocks + -(-tokens // options.block_size)
         chunks = [
             make_chunk(
                 1000 + i,
@@ -386,7 +389,12 @@ class Bench:
         head = config.vocab_size * config.hidden_size // size
         flops = 2 * (self.weight_elements - head) * rows + 2 * head * prompts
         flops += (
-            2 * rows * tokens * config.num_attention_heads * self.loaded.spec.kv.head_dim * config.num_hidden_layers
+            2
+            * rows
+            * tokens
+            * config.num_attention_heads
+            * self.loaded.spec.kv.head_dim
+            * self.loaded.spec.kv.num_layers
         ) // size
         tflops = flops / ms / 1e9
         self.print(

@@ -106,6 +106,11 @@ class GatedDelta:
     inputs: Projection | None
     out: Projection
 
+    @property
+    def has_kernels(self) -> bool:
+        """An adapter's matrices stand side by side in the arena where their widths are multiples of 8."""
+        return self.inputs is not None and not any(slot.start % 8 or slot.stop % 8 for slot in self.inputs.site.slots)
+
 
 @dataclass(frozen=True)
 class DecoderLayer:
@@ -150,7 +155,7 @@ class DecoderWeights:
     def has_kernels(self) -> bool:
         """Whether the GPU's kernels compute all of it."""
         by_head = (each.q_norm is None or len(each.q_norm) == each.shape.head_dim for each in self.attentions)
-        return all(by_head) and all(each.inputs is not None for each in self.deltas)
+        return all(by_head) and all(each.has_kernels for each in self.deltas)
 
 
 @dataclass(frozen=True)

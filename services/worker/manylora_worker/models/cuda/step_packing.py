@@ -16,7 +16,7 @@ from manylora_worker.kinds.api import SequenceChunk
 from manylora_worker.models.cuda.adapter_arena import AdapterArena
 from manylora_worker.models.cuda.decoder import MAX_SPLITS, DeviceStep, LoraStep
 from manylora_worker.models.cuda.delta_pass import StateStep
-from manylora_worker.models.cuda.graph_shapes import NO_LORA, bucket_of
+from manylora_worker.models.cuda.graph_shapes import NO_LORA, bucket_of, room_for_prefill_tiles
 from manylora_worker.models.cuda.kernels.attention import PREFILL_TILE_FIELDS
 from manylora_worker.models.cuda.kernels.delta_net import SEQUENCE_FIELDS
 from manylora_worker.models.cuda.kernels.lora import TILE_FIELDS, TILE_ROWS
@@ -63,7 +63,8 @@ class StepPacker:
         self.tables = torch.zeros(self.padding_row + 1, state_blocks + max_blocks, dtype=torch.int32, device=device)
         has_states = state_blocks > 0
         self.decode_tables = StepTables(_fields(max_sequences, 0, has_states=has_states), device)
-        self.mixed_tables = StepTables(_fields(max_rows, max_rows, has_states=has_states), device)
+        tiles = max(max_rows, room_for_prefill_tiles(max_rows))  # a graph reads all that it has room for
+        self.mixed_tables = StepTables(_fields(max_rows, tiles, has_states=has_states), device)
 
     @property
     def padding_row(self) -> int:
@@ -191,7 +192,7 @@ def _fill_sequences(entries: np.ndarray, offsets: np.ndarray, sequences: Sequenc
         offsets[row : row + count] = np.arange(count)
 
 
-def _fields(rows: int, prefill_rows: int, *, has_states: bool) -> dict[str, int]:
+def _fields(rows: int, prefill_tiles: int, *, has_states: bool) -> dict[str, int]:
     of_states = {"offsets": rows, "sequences": SEQUENCE_FIELDS * rows}
     return {
         **(of_states if has_states else {}),
@@ -200,6 +201,6 @@ def _fields(rows: int, prefill_rows: int, *, has_states: bool) -> dict[str, int]
         "positions": rows,
         "table_rows": rows,
         "row_adapters": rows,
-        "lora_tiles": TILE_FIELDS * rows,
-        "prefill_tiles": PREFILL_TILE_FIELDS * prefill_rows,
+        "lora_tiles": TILE_FIELDS * (rows + rows // TILE_ROWS + 1),
+        "prefill_tiles": PREFILL_TILE_FIELDS * prefill_tiles,
     }

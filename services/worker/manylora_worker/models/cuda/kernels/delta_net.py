@@ -16,7 +16,7 @@ from manylora_worker.models.layers.delta_net import NORM_EPS, DeltaShape
 
 SEQUENCE_FIELDS = 4
 _MANY_PROGRAMS = 2048  # of wide parts of a state: they hide each other's waits
-_WIDE, _NARROW = 32, 8  # columns of values of one program
+_WIDE, _NARROW = 16, 8  # columns of values of one program; of 32 a thread's part of a state would not fit its registers
 
 
 @dataclass(frozen=True)
@@ -240,18 +240,18 @@ def delta_rule(
         out: float32 [rows, value heads * value_dim], written.
         num_sequences: entries of `sequences` to look at.
     """
+    whole_rows = all(edge % shape.value_dim == 0 for edge in (states.block_elements, states.layer_elements))
     is_many = num_sequences * shape.value_heads * triton.cdiv(shape.value_dim, _WIDE) >= _MANY_PROGRAMS
     block_v = min(_WIDE if is_many else _NARROW, triton.next_power_of_2(shape.value_dim))
     slices = triton.cdiv(shape.value_dim, block_v)
     share = triton.cdiv(shape.channels, shape.value_heads * slices)
-    edges = (states.block_elements, states.layer_elements)
     _delta_rule_kernel[(shape.value_heads * slices, num_sequences)](
         convolved, gates, product, out, states.blocks, tables, sequences, layer * states.layer_elements,
         product.stride(0), tables.stride(0), KEY_HEADS=shape.key_heads, VALUE_HEADS=shape.value_heads,
         KEY_DIM=shape.key_dim, VALUE_DIM=shape.value_dim, WINDOW=shape.window,
         BLOCK_K=triton.next_power_of_2(shape.key_dim), BLOCK_V=block_v, SLICES=slices,
         BLOCK_C=max(32, triton.next_power_of_2(share)), BLOCK=states.block_elements,
-        WHOLE_ROWS=all(edge % shape.value_dim == 0 for edge in edges), PDL=pdl, num_warps=1, launch_pdl=pdl,
+        WHOLE_ROWS=whole_rows, PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
 
 
