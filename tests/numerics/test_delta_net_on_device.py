@@ -18,7 +18,7 @@ from manylora_worker.models import loader
 from manylora_worker.models.layers.attention import ATTENTION, register_attention
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.planning.step_planner import PlannerLimits
-from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
 from tests.numerics.adapters import Reference, save_adapter
 from tests.numerics.driver import GREEDY, Driver, Stream, prompts
@@ -45,14 +45,24 @@ SMALL = {
 }  # fmt: skip
 
 
+MODELS = {
+    "dense": lambda: Qwen3_5TextConfig(**SMALL),
+    "mixture": lambda: Qwen3_5MoeTextConfig(
+        **SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=24
+    ),
+}
+
+
 @needs_interpreter
-@pytest.mark.parametrize("has_graphs", [False, True])
-def test_the_core_in_the_interpreter(has_graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "has_graphs"), [("dense", False), ("dense", True), ("mixture", True)])
+def test_the_core_in_the_interpreter(
+    kind: str, has_graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps begun ahead, prompts in chunks beside decodes of other adapters; in the graphs' shapes rows of prompts pass
     as decoding ones, and no state may move twice for it."""
     monkeypatch.setattr(loader, "can_pack", lambda *_: False)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**SMALL), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(MODELS[kind](), dtype=torch.float32).eval()
     model.save_pretrained(tmp_path / "model")
     folders = {
         name: save_adapter(model, tmp_path / name, seed, r=rank, lora_alpha=rank, target_modules="all-linear")

@@ -78,12 +78,21 @@ class DenseMlp:
 
 
 @dataclass(frozen=True)
+class SharedExpert:
+    """Every row goes to it, too, times the sigmoid of the gate's one output."""
+
+    mlp: DenseMlp
+    gate: Projection
+
+
+@dataclass(frozen=True)
 class MixtureMlp:
     router: Projection
     experts: LoraExperts
     top_k: int
     normalizes: bool  # whether a row's shares add up to 1
     activation: ExpertActivation
+    shared: SharedExpert | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +117,7 @@ class GatedDelta:
 
     @property
     def has_kernels(self) -> bool:
-        """An adapter's matrices stand side by side in the arena where their widths are multiples of 8."""
+        """LoRA's kernels write 8 outputs of a layer at once."""
         return self.inputs is not None and not any(slot.start % 8 or slot.stop % 8 for slot in self.inputs.site.slots)
 
 
@@ -255,6 +264,7 @@ _KNOWN_ATTENTION_PARTS = frozenset(
     {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
 )
 DELTA_INPUTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+_SHARED_PARTS = frozenset({"shared_expert", "shared_expert_gate"})
 _KNOWN_MLP_PARTS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"})
 
 
@@ -319,17 +329,28 @@ def _read_delta(layer: nn.Module | None) -> GatedDelta | None:
 
 def _read_mlp(mlp: nn.Module, activation: Activation) -> DenseMlp | MixtureMlp | None:
     parts = {name for name, _ in mlp.named_children()}
-    if parts in ({"experts", "gate"}, {"experts", "router"}):
+    if parts - _SHARED_PARTS in ({"experts", "gate"}, {"experts", "router"}):
         router, experts = getattr(mlp, "gate", None) or mlp.router, mlp.experts
         if not isinstance(router, LoraRouter) or not isinstance(experts, LoraExperts):
             return None
-        read, own = _projection(router.linear), "clamped_swiglu" if experts.is_clamped else activation
-        return None if read is None else MixtureMlp(read, experts, router.top_k, router.normalizes, own)
+        read, shared = _projection(router.linear), _read_shared(mlp, activation)
+        if read is None or (parts & _SHARED_PARTS and shared is None):
+            return None
+        own = "clamped_swiglu" if experts.is_clamped else activation
+        return MixtureMlp(read, experts, router.top_k, router.normalizes, own, shared)
     if parts - _KNOWN_MLP_PARTS:
         return None
     gate_up = _fused_projection(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
     down = _projection(mlp.down_proj)
     return None if gate_up is None or down is None else DenseMlp(gate_up, down)
+
+
+def _read_shared(mlp: nn.Module, activation: Activation) -> SharedExpert | None:
+    expert, gate = getattr(mlp, "shared_expert", None), _projection(getattr(mlp, "shared_expert_gate", None))
+    read = None if expert is None else _read_mlp(expert, activation)
+    if not isinstance(read, DenseMlp) or gate is None or gate.out_features != 1:
+        return None
+    return SharedExpert(read, gate)
 
 
 def _layer_norms(layer: nn.Module) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] | None:
@@ -363,7 +384,7 @@ def _is_plain_head(head: nn.Module | None) -> bool:
     return isinstance(head, SharedHead)
 
 
-def _projection(module: nn.Module) -> Projection | None:
+def _projection(module: nn.Module | None) -> Projection | None:
     if not isinstance(module, LoraLinear):
         return None
     base = module.base

@@ -34,6 +34,7 @@ from manylora_worker.models.decoder_weights import (
     MixtureMlp,
     Projection,
     SelfAttention,
+    SharedExpert,
 )
 from manylora_worker.models.ranks.cuts import SharedHead
 
@@ -92,11 +93,13 @@ class _Sizes:
         last_outputs = max(last.out_features for _, last in mixers)
         queries = max(each.o.in_features for each in weights.attentions)
         is_gated = any(each.shape.is_gated for each in weights.attentions)
-        dense = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, DenseMlp)]
+        mixtures = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MixtureMlp)]
+        shared = [mlp.shared.mlp for mlp in mixtures if mlp.shared is not None]
+        dense = [*(layer.mlp for layer in weights.layers if isinstance(layer.mlp, DenseMlp)), *shared]
         gate_up = max((mlp.gate_up.out_features for mlp in dense), default=0)
         gated = max((mlp.down.in_features for mlp in dense), default=0)
         out_features = [first_outputs, last_outputs, gate_up]
-        routers = [layer.mlp.router.out_features for layer in weights.layers if isinstance(layer.mlp, MixtureMlp)]
+        routers = [mlp.router.out_features for mlp in mixtures]
         widths = {each.in_features for both in mixers for each in both} | {gated} - {0}
         most = max(shrink_splits(width, rows) * rows for width in widths for rows in range(1, max_rows + 1))
         rows = {} if weights.group is None else _head_rows(weights, weights.group.size, max_decode_rows)
@@ -115,6 +118,8 @@ class _Sizes:
                 "gate_up": (max_rows, gate_up),
                 "gated": (max_rows, gated),
                 "routed": (max_rows, max(routers, default=0)),
+                "shared": (max_rows, weights.hidden_size if shared else 0),
+                "shared_gates": (max_rows, min(1, len(shared))),
                 "logits": (max_decode_rows, weights.vocab_size),
                 "lora": (min(max_rows, MOST_ROWS), max(first_outputs, last_outputs)),
             },
@@ -199,6 +204,7 @@ class Decoder:
         self._gate_up = buffer("gate_up")
         self._gated = buffer("gated")
         self._routed = buffer("routed")
+        self._shared, self._shared_gates = buffer("shared"), buffer("shared_gates")
         self._experts = None
         if sizes.mixture is not None:
             assert experts is not None
@@ -296,11 +302,25 @@ class Decoder:
     ) -> tuple[Tensor, LoraRows | None]:
         if isinstance(mlp, MixtureMlp):
             self._mixture(mlp, normed, delta, step)
+            if mlp.shared is not None:
+                self._add_shared(mlp.shared, normed, delta, step)
             return delta[None], None
-        gated = self._gated[: step.rows]
-        gate_up, lora = self._product(mlp.gate_up, normed, self._gate_up[: step.rows], step, expands=False)
+        return self._summed(mlp.down, self._gated_rows(mlp, normed, step), delta, step)
+
+    def _gated_rows(self, mlp: DenseMlp, normed: Tensor, step: DeviceStep) -> Tensor:
+        gated = _rows_of(self._gated, step.rows, mlp.down.in_features)
+        both = _rows_of(self._gate_up, step.rows, mlp.gate_up.out_features)
+        gate_up, lora = self._product(mlp.gate_up, normed, both, step, expands=False)
         self._gate(mlp.gate_up, gate_up, gated, step, lora)
-        return self._summed(mlp.down, gated, delta, step)
+        return gated
+
+    def _add_shared(self, shared: SharedExpert, normed: Tensor, delta: Tensor, step: DeviceStep) -> None:
+        gates = self._shared_gates[: step.rows]
+        product, lora = self._product(shared.gate, normed, gates, step, expands=False)
+        combine(product, gates, num_rows=step.num_rows, lora=lora, pdl=self._pdl)
+        gated = self._gated_rows(shared.mlp, normed, step)
+        product, lora = self._product(shared.mlp.down, gated, self._shared[: step.rows], step)
+        combine(product, delta, num_rows=step.num_rows, lora=lora, gates=gates, pdl=self._pdl)
 
     def _mixture(self, mlp: MixtureMlp, normed: Tensor, delta: Tensor, step: DeviceStep) -> None:
         routed = _rows_of(self._routed, step.rows, mlp.router.out_features)

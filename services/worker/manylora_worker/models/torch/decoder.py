@@ -212,9 +212,13 @@ class TorchDecoder:
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
     def _mlp(self, mlp: DenseMlp | MixtureMlp) -> Callable[[Tensor], Tensor]:
-        if isinstance(mlp, MixtureMlp):
-            return partial(_mixture, _Product(mlp.router), mlp)
-        return partial(_dense, _Product(mlp.gate_up), _Product(mlp.down), _ACTIVATIONS[self._weights.activation])
+        if isinstance(mlp, DenseMlp):
+            activation = _ACTIVATIONS[self._weights.activation]
+            return partial(_dense, _Product(mlp.gate_up), _Product(mlp.down), activation)
+        mixture = partial(_mixture, _Product(mlp.router), mlp)
+        if mlp.shared is None:
+            return mixture
+        return partial(_beside_shared, mixture, self._mlp(mlp.shared.mlp), _Product(mlp.shared.gate))
 
     def _normed(self, residual: Tensor, weight: Tensor | None) -> Tensor:
         return residual if weight is None else self._norm(residual, weight)
@@ -256,6 +260,12 @@ def _mixture(router: _Product, mlp: MixtureMlp, x: Tensor) -> Tensor:
     shares, experts = chosen_experts(router(x), mlp.top_k, normalizes=mlp.normalizes)
     result: Tensor = mlp.experts(x, experts, shares)
     return result
+
+
+def _beside_shared(
+    mixture: Callable[[Tensor], Tensor], shared: Callable[[Tensor], Tensor], gate: _Product, x: Tensor
+) -> Tensor:
+    return mixture(x).add_(gate(x).sigmoid() * shared(x))
 
 
 def trusted_weights(loaded: LoadedModel) -> DecoderWeights | None:

@@ -1,4 +1,4 @@
-"""A product made whole, its parts and its LoRA added up: before the sum over ranks, or where many read it."""
+"""A product made whole, its parts and its LoRA added up: before ranks' sum, where many read it, or behind gates."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _BLOCK_N = 1024
 
 @triton.jit
 def _combine_kernel(
-    parts_ptr, out_ptr, num_rows_ptr, outputs_ptr, row_adapters_ptr, low_rank_ptr, weights_ptr, sites_ptr,
+    parts_ptr, out_ptr, num_rows_ptr, gates_ptr, outputs_ptr, row_adapters_ptr, low_rank_ptr, weights_ptr, sites_ptr,
     stride_part, stride_low_rank, stride_split, stride_site, WIDTH_0: tl.constexpr, WIDTH_1: tl.constexpr,
     WIDTH_2: tl.constexpr, WIDTH_3: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
-    HAS_OUTPUTS: tl.constexpr, HAS_LORA: tl.constexpr, CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr,
-    BLOCK_S: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    HAS_GATES: tl.constexpr, HAS_OUTPUTS: tl.constexpr, HAS_LORA: tl.constexpr, CHUNKS: tl.constexpr,
+    SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     block = tl.program_id(1)
@@ -50,11 +50,21 @@ def _combine_kernel(
             rows >= 0, columns, mask, width, 1, CHUNKS, SPLIT_K, BLOCK_S, COLUMNS,
         )  # fmt: skip
         total = tl.sum(total, 0)
+    if HAS_GATES:
+        gate = tl.load(gates_ptr + row).to(tl.float32)
+        total = tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32) + total / (1.0 + tl.exp(-gate))
     tl.store(out_ptr + at, total, mask=mask)
 
 
 def combine(
-    product: Tensor, out: Tensor, *, num_rows: Tensor, lora: LoraRows | None, widths: Sequence[int] = (), pdl: bool
+    product: Tensor,
+    out: Tensor,
+    *,
+    num_rows: Tensor,
+    lora: LoraRows | None,
+    widths: Sequence[int] = (),
+    gates: Tensor | None = None,
+    pdl: bool,
 ) -> None:
     """Args:
     product: [parts, rows, columns], from gemm.linear.
@@ -62,8 +72,9 @@ def combine(
     num_rows: int32 scalar; rows behind it are left alone.
     lora: of the product.
     widths: of its slots; empty: there is one.
+    gates: [rows, 1]: `out` is added to, by as much of the product as the sigmoid of a row's gate says.
     """
-    if lora is None and product.data_ptr() == out.data_ptr():
+    if lora is None and gates is None and product.data_ptr() == out.data_ptr():
         return
     rows, columns = out.shape
     outputs = None if lora is None else lora.outputs
@@ -72,8 +83,10 @@ def combine(
     block_n = min(_BLOCK_N, triton.next_power_of_2(max(widths)))
     of_slots = [*widths, *[0] * (MAX_SLOTS - len(widths))]
     _combine_kernel[(rows, sum(triton.cdiv(width, block_n) for width in widths))](
-        product, out, num_rows, out if outputs is None else outputs, **expand_arguments(lora, num_rows),
+        product, out, num_rows, out if gates is None else gates, out if outputs is None else outputs,
+        **expand_arguments(lora, num_rows),
         stride_part=product.stride(0), WIDTH_0=of_slots[0], WIDTH_1=of_slots[1], WIDTH_2=of_slots[2],
-        WIDTH_3=of_slots[3], BLOCK_N=block_n, PARTS=product.shape[0], HAS_OUTPUTS=outputs is not None, PDL=pdl,
+        WIDTH_3=of_slots[3], BLOCK_N=block_n, PARTS=product.shape[0], HAS_GATES=gates is not None,
+        HAS_OUTPUTS=outputs is not None, PDL=pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
