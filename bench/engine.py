@@ -17,7 +17,7 @@ The models are shapes with random weights (no download). One JSON line a case:
 
 `ms_per_step` is what a caller of DeviceModelRunner sees: steps submitted one after the other, each taking the tokens
 of the one before on the device; `device_ms` is the same graph replayed alone. `floor_ms` is the time to read weights,
-KV and distinct adapters once at `--read-tb-s`; of experts
+KV and distinct adapters once, and write states, at `--read-tb-s`; of experts
 those that rows reach which go to them at random. Contexts stay at `--context` tokens, in blocks scattered at random.
 
     python -m bench.engine [--shape llama-3.1-8b] [--cases decode-base,...] [--batches 1,8,32,64,256]
@@ -148,7 +148,8 @@ class Bench:
         spec = self.loaded.spec
         block_bytes = spec.kv.token_bytes(torch.bfloat16) * options.block_size
         kv_tokens = max(max(self.batches) * (options.context + 64), 16 * 1024)
-        num_kv = kv_tokens // options.block_size + 600
+        self.state_blocks = spec.kv.state_blocks(options.block_size, torch.bfloat16)
+        num_kv = kv_tokens // options.block_size + 600 + max(16, *self.batches) * self.state_blocks
         mixes_ranks = bool({"mixed-rank", "decode-composed", "decode-kinds"} & set(options.cases.split(",")))
         largest = max(options.rank, 32 if mixes_ranks else 0)
         adapter_bytes = make_adapter(self.loaded, 0, largest, options.expert_rank).size_bytes
@@ -180,7 +181,7 @@ class Bench:
 
     def batch(self, rows: int, adapters: Sequence[HostAdapter], parts_a_row: int = 1) -> StepBatch:
         context, size = self.options.context, self.options.block_size
-        blocks = -(-context // size)
+        blocks = self.state_blocks + -(-context // size)
         chunks = [
             make_chunk(
                 row + 1,
@@ -297,7 +298,7 @@ class Bench:
 
     def prefill(self, case: str, prompts: int, tokens: int, adapters: Sequence[HostAdapter]) -> None:
         options = self.options
-        blocks = -(-tokens // options.block_size)
+        blocks = self.state_blocks + -(-tokens // options.block_size)
         chunks = [
             make_chunk(
                 1000 + i,

@@ -29,10 +29,12 @@ class Floor:
     def step_bytes(
         self, rows: int, context: int, adapters: Iterable[tuple[HostAdapter, int]], rows_of_each: float
     ) -> float:
-        """Weights, KV and distinct adapters with their sizes; of experts those that rows reach which go to them at
+        """Weights, KV, states and distinct adapters with their sizes; of experts those that rows reach which go to them at
         random.
         """
         total: float = self._weight_bytes + rows * context * self.token_bytes
+        state = self._loaded.spec.kv.state
+        total += 0 if state is None else 2 * rows * state.size_bytes  # read and written
         total -= sum(2 * 3 * e.experts * e.hidden * e.width * _idle_share(e, rows) for e in self._experts.values())
         return total + sum(size - self._idle_bytes(each, rows_of_each) for each, size in adapters)
 
@@ -40,7 +42,8 @@ class Floor:
         rows, config = prompts * tokens, self._loaded.model.config
         head = config.vocab_size * config.hidden_size // self._ranks
         flops = 2 * (self._weight_elements - head) * rows + 2 * head * prompts
-        attention = config.num_attention_heads * self._loaded.spec.kv.head_dim * config.num_hidden_layers
+        kv = self._loaded.spec.kv
+        attention = config.num_attention_heads * kv.head_dim * kv.num_layers
         return int(flops + 2 * rows * tokens * attention // self._ranks)
 
     def _idle_bytes(self, adapter: HostAdapter, rows: float) -> float:

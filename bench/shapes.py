@@ -22,7 +22,14 @@ from manylora_worker.models.ranks.cuts import cut_linears
 from manylora_worker.models.ranks.group import RankGroup
 from peft import LoraConfig
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 SHAPES: dict[str, Any] = {
     "llama-3.1-8b": lambda: LlamaConfig(
@@ -46,12 +53,21 @@ SHAPES: dict[str, Any] = {
         num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
         norm_topk_prob=True, max_position_embeddings=16384, tie_word_embeddings=False,
     ),
+    "qwen3.5-9b": lambda: Qwen3_5TextConfig(
+        vocab_size=248320, hidden_size=4096, intermediate_size=12288, num_hidden_layers=32, num_attention_heads=16,
+        num_key_value_heads=4, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=32,
+        linear_key_head_dim=128, linear_value_head_dim=128, max_position_embeddings=16384, tie_word_embeddings=False,
+        layer_types=[*["linear_attention"] * 3, "full_attention"] * 8,
+    ),
     "llama-tiny": lambda: LlamaConfig(
         vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=4096, rms_norm_eps=1e-5, tie_word_embeddings=False,
     ),
 }  # fmt: skip
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PROJECTIONS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 

@@ -143,8 +143,8 @@ MIXTURES: dict[str, Callable[[], PretrainedConfig]] = {
 }  # fmt: skip
 
 _DELTA_NETS = {
-    "head_dim": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
+    "head_dim": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 8, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 10,
 }  # fmt: skip
 _QWEN35 = {
     **_DELTA_NETS,

@@ -48,7 +48,7 @@ from tests.numerics.reference_tiles import ReferenceTiles
 pytestmark = pytest.mark.kernels
 
 WITHOUT_KERNELS = ("olmo2", "olmo3", "ministral3")
-ON_DEVICE = [name for name in FAMILIES if name not in WITHOUT_KERNELS]
+ON_DEVICE = [*(name for name in FAMILIES if name not in WITHOUT_KERNELS), "qwen3_5_text"]
 TOLERANCE = 1e-3
 FP8_FAMILIES = [name + KV_IN_FP8 for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")]
 
@@ -103,14 +103,16 @@ def check_family(
             assert on_cpu.reference.allows(stream.prompt + stream.output[:2], adapter, stream.output[2:])
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "qwen3_5_text"])
 def test_what_is_kept_for_steps_is_what_they_take(
     family_of: FamilyOf, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "can_pack", lambda *_: False)
     loaded, runner = make_device_runner(family_of(name), family_of(name).folder, "cpu")
     built = runner._decoder
-    buffers = [v for v in vars(built).values() if isinstance(v, torch.Tensor) and v is not built._arena]
+    owners = [built, *([] if built._delta_pass is None else [built._delta_pass])]
+    held = [value for owner in owners for value in vars(owner).values()]
+    buffers = [v for v in held if isinstance(v, torch.Tensor) and v is not built._arena]
     taken = sum(
         v.nbytes for v in buffers if not any(v is each for each in (built._sites, built._ropes, built._counters))
     )
@@ -160,6 +162,7 @@ def test_on_the_device(family_of: FamilyOf, name: str, monkeypatch: pytest.Monke
         ("llama", False),
         ("gemma3_text", True),
         ("llama" + KV_IN_FP8, True),
+        pytest.param("qwen3_5_text", True, marks=pytest.mark.slow),
         pytest.param("phi3", True, marks=pytest.mark.slow),
         pytest.param("exaone4", False, marks=pytest.mark.slow),
     ],
@@ -331,9 +334,9 @@ class Rehearsal:
         self.replay = run
 
 
-def rehearse(tables: StepTables, run: Callable[[], object]) -> tuple[Rehearsal, object]:
+def rehearse(tables: StepTables, run: Callable[[], object], padding_row: int = 64) -> tuple[Rehearsal, object]:
     """As DeviceModelRunner._graph_of: the result's tensors are those that each replay writes."""
-    with tables.blanked({"table_rows": 64}):
+    with tables.blanked({"table_rows": padding_row}):
         return Rehearsal(run), run()
 
 

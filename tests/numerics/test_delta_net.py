@@ -152,10 +152,8 @@ def test_beside_experts(name: str, tmp_path: Path) -> None:
 def test_what_is_not_there_yet_is_refused_by_name(family_of: FamilyOf) -> None:
     model = family_of(FAMILY).loaded.model
     group: Any = object.__new__(RankGroup)
-    with pytest.raises(ModelRefused, match="recurrent layers: not on a GPU yet"):
-        _check_states(model, torch.device("cuda"), None)
     with pytest.raises(ModelRefused, match="recurrent layers: not with --tensor-parallel yet"):
-        _check_states(model, torch.device("cpu"), group)
+        _check_states(model, group)
 
 
 def test_a_guess_is_not_computed(family_of: FamilyOf) -> None:

@@ -30,7 +30,7 @@ MAX_TOKENS = 20
 
 @pytest.mark.parametrize("marks_free", [False, True])
 @pytest.mark.parametrize("moves", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "llama" + KV_IN_FP8])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5_text", "llama" + KV_IN_FP8])
 def test_core_equals_peft(
     family_of: FamilyOf,
     name: str,

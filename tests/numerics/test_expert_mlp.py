@@ -23,7 +23,7 @@ TOLERANCE = 1e-3
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen3_5_moe_text"])
 def test_a_mixed_batch_on_the_device(family: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts, then decoding rows, of all adapters; on a GPU in graphs, and prompts in chunks."""
     monkeypatch.setattr(loader, "can_pack", lambda *_: False)
@@ -46,14 +46,16 @@ def test_a_mixed_batch_on_the_device(family: str, device: str, tmp_path: Path, m
             assert stream.output[2:] == own
 
 
-def test_what_is_kept_for_steps_is_what_they_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe_text"])
+def test_what_is_kept_for_steps_is_what_they_take(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "can_pack", lambda *_: False)
-    mixture = make_mixture(tmp_path)
+    mixture = make_mixture(tmp_path, family)
     loaded, runner = make_device_runner(mixture, mixture.folder, "cpu")  # type: ignore[arg-type]
     built = runner._decoder
     assert built._experts is not None
     ours = (built._sites, built._ropes, built._counters, built._arena)
     held = [*vars(built).values(), *vars(built._experts).values()]
+    held += [] if built._delta_pass is None else vars(built._delta_pass).values()
     taken = sum(each.nbytes for each in held if isinstance(each, torch.Tensor) and not any(each is o for o in ours))
     weights = read_decoder(loaded)
     assert weights is not None

@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="triton is not installed: it comes with CUD
 
 from manylora_worker.models.cuda.kernels.gate import gate
 from manylora_worker.models.cuda.kernels.lora import (
+    MAX_SLOTS,
     LoraRows,
     b_field,
     low_rank_columns,
@@ -54,7 +55,7 @@ def test_gate(num_tiles: int, parts: int, device: str) -> None:
     low_rank = torch.randn(2, ROWS, low_rank_columns(CHUNKS))
     gate_up = torch.randn(parts, ROWS, 2 * WIDTH)
     expected = torch.full((ROWS, WIDTH), 7.0)
-    product, values = gate_up.sum(0), low_rank.sum(0).view(ROWS, 3, -1)
+    product, values = gate_up.sum(0), low_rank.sum(0).view(ROWS, MAX_SLOTS, -1)
     for first, count, adapter in RUNS:
         row_adapters[first : first + count] = adapter
         for row in range(first, first + count):

@@ -41,8 +41,8 @@ def test_a_mixed_batch_has_the_logits_and_greedy_tokens_of_each_alone(mixture: M
     check_against_eager(mixture.loaded, _planner(mixture.loaded))
     weights = trusted_weights(mixture.loaded)
     assert weights is not None
-    assert [layer.attention.window for layer in weights.layers] == [9, None, 9]
-    assert all(layer.sinks is not None and layer.sinks.abs().max() > 1 for layer in weights.layers)
+    assert [each.shape.window for each in weights.attentions] == [9, None, 9]
+    assert all(each.sinks is not None and each.sinks.abs().max() > 1 for each in weights.attentions)
     check_mixed_batch(mixture)
 
 

@@ -16,7 +16,7 @@ TOLERANCE = 1e-3
 """Another order of summation on another device."""
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "gemma4_text", "gemma4_wide"])
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_5_text", "gemma4_text", "gemma4_wide"])
 def test_mixed_batch_on_the_device(family_of: FamilyOf, name: str) -> None:
     on_cpu = family_of(name)
     family = Family(

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import torch
 from manylora_shared.ids import AdapterUid
-from manylora_worker.weights.layout import HostAdapter, Placed, elements_of, lay_out, ranks_by_slot
+from manylora_worker.weights.layout import (
+    ALIGNMENT,
+    HostAdapter,
+    Placed,
+    aligned,
+    elements_of,
+    lay_out,
+    ranks_by_slot,
+)
 from manylora_worker.weights.sites import Site, Slot
 
 SITES = [
@@ -14,14 +22,15 @@ SITES = [
 ]
 
 
-def test_matrices_follow_one_another_without_gaps() -> None:
+def test_matrices_follow_one_another_and_begin_at_eights() -> None:
     layout = lay_out(SITES, {"q": 2, "v": 3, "up": 4})
     spans: list[tuple[int, int]] = []
     for placed in layout:
         for matrix in (placed.a, *(b for _, _, _, b in placed.slots)):
-            spans.append((matrix.start, matrix.start + matrix.rows * matrix.columns))
+            spans.append((matrix.start, matrix.start + aligned(matrix.rows * matrix.columns)))
     assert [start for start, _ in spans] == [0, *(end for _, end in spans[:-1])]
-    assert elements_of(layout) == spans[-1][1] == 5 * 10 + 2 * 6 + 3 * 2 + 4 * 10 + 4 * 12
+    assert elements_of(layout) == spans[-1][1] == 56 + 16 + 8 + 40 + 48
+    assert all(start % ALIGNMENT == 0 for start, _ in spans)
     assert [placed.site for placed in layout] == [0, 2]
 
 

@@ -128,7 +128,7 @@ def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
     assert error <= TOLERANCE
 
 
-SHAPES = [(64, (64,)), (264, (72, 8, 1000)), (2 * SPLIT + 72, (520, 520))]
+SHAPES = [(64, (64,)), (264, (72, 8, 1000)), (264, (1000, 520, 8, 8)), (2 * SPLIT + 72, (520, 520))]
 """Inputs and the slots' outputs: less than a warp's, no multiples of one, several programs'."""
 SIZES = [Sizes(), Sizes(shrink_stages=3, expand_spans=1, expand_stages=1, gate_spans=1, gate_stages=3)]
 
@@ -140,8 +140,8 @@ extern "C" void run_shrink(unsigned x, unsigned y, unsigned z, const u8* input, 
 }
 extern "C" void run_expand(unsigned x, unsigned y, unsigned z, const float* low_rank, const u8* weights,
                            const long* sites, const Tile* tiles, u8* out, int a, int b, int c, int d, int e, int f,
-                           int g) {
-    kernel = [=] { lora_expand(low_rank, weights, sites, tiles, out, a, b, c, d, e, f, g); };
+                           int g, int h) {
+    kernel = [=] { lora_expand(low_rank, weights, sites, tiles, out, a, b, c, d, e, f, g, h); };
     run_blocks({x, y, z}, 32 * EXPAND_WARPS);
 }
 extern "C" void run_gate(unsigned x, unsigned y, unsigned z, const u8* product, u8* out, const float* low_rank,

@@ -53,9 +53,9 @@ def references(family_folder: Path, adapters: dict[str, Path]) -> dict[str, Refe
     found = {}
     for name, scaling in SCALINGS.items():
         own = AutoConfig.from_pretrained(family_folder).rope_parameters
-        theta = {"rope_theta": own["rope_theta"]}
+        kept = {key: own[key] for key in ("rope_theta", "partial_rotary_factor", "mrope_section") if key in own}
         parameters = {key: value for key, value in scaling.items() if key != "max_position_embeddings"}
-        options: dict[str, Any] = {"rope_parameters": {**theta, **parameters}}
+        options: dict[str, Any] = {"rope_parameters": {**kept, **parameters}}
         if name == "dynamic":  # transformers takes the original length from here
             options["max_position_embeddings"] = scaling["original_max_position_embeddings"]
         model = AutoModelForCausalLM.from_pretrained(
@@ -66,7 +66,8 @@ def references(family_folder: Path, adapters: dict[str, Path]) -> dict[str, Refe
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen2", *(pytest.param(each, marks=pytest.mark.wide) for each in ("mistral", "qwen3"))]
+    "name",
+    ["llama", "qwen2", *(pytest.param(each, marks=pytest.mark.wide) for each in ("mistral", "qwen3", "qwen3_5_text"))],
 )
 def test_rotations_side_by_side(family_of: FamilyOf, tmp_path: Path, name: str) -> None:
     family = family_of(name)

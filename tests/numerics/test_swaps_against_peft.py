@@ -114,7 +114,7 @@ def test_outputs_are_the_references(family_of: FamilyOf, name: str, cache_share:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5_text"])
 def test_outputs_are_the_references_on_the_device(family_of: FamilyOf, name: str, tmp_path: Path) -> None:
     """Copies on a stream of their own, beside steps that are begun one ahead."""
     family = family_of(name)

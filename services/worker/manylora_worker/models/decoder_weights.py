@@ -15,6 +15,7 @@ import torch
 from manylora_shared.stores.adapter_rope import RopeScaling
 from torch import Tensor, nn
 
+from manylora_worker.models.layers.delta_net import DeltaNet
 from manylora_worker.models.layers.lora_linear import FusedMember, LoraLinear
 from manylora_worker.models.layers.mixture import LoraExperts, LoraRouter
 from manylora_worker.models.layers.packed_linear import PackedLinear
@@ -45,6 +46,7 @@ class AttentionShape:
     window: int | None = None  # a row sees itself and the window - 1 positions before it
     softcap: float | None = None
     has_sinks: bool = False
+    is_gated: bool = False  # behind each head's query stands a gate of what it attends to
 
 
 @dataclass(frozen=True)
@@ -76,28 +78,57 @@ class DenseMlp:
 
 
 @dataclass(frozen=True)
+class SharedExpert:
+    """Every row goes to it, too, times the sigmoid of the gate's one output."""
+
+    mlp: DenseMlp
+    gate: Projection
+
+
+@dataclass(frozen=True)
 class MixtureMlp:
     router: Projection
     experts: LoraExperts
     top_k: int
     normalizes: bool  # whether a row's shares add up to 1
     activation: ExpertActivation
+    shared: SharedExpert | None = None
+
+
+@dataclass(frozen=True)
+class SelfAttention:
+    index: int  # among the layers that attend
+    qkv: Projection
+    o: Projection
+    q_norm: Tensor | None  # [head_dim], or where it norms all heads together [heads * head_dim]
+    k_norm: Tensor | None
+    shape: AttentionShape
+    rope: int  # index into DecoderWeights.ropes
+    sinks: Tensor | None = None  # [heads]
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """inputs: None: they are no product of ours, and `net` alone computes the layer."""
+
+    net: DeltaNet
+    inputs: Projection | None
+    out: Projection
+
+    @property
+    def has_kernels(self) -> bool:
+        """LoRA's kernels write 8 outputs of a layer at once."""
+        return self.inputs is not None and not any(slot.start % 8 or slot.stop % 8 for slot in self.inputs.site.slots)
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    qkv: Projection
-    o: Projection
+    mixer: SelfAttention | GatedDelta
     mlp: DenseMlp | MixtureMlp
     input_norm: Tensor | None  # None: the residual as it is
-    attention_post_norm: Tensor | None  # over the attention's output, before it joins the residual
+    mixer_post_norm: Tensor | None  # over the mixer's output, before it joins the residual
     ffn_norm: Tensor | None
     ffn_post_norm: Tensor | None
-    q_norm: Tensor | None  # [head_dim], or where it norms all heads together [heads * head_dim]
-    k_norm: Tensor | None
-    attention: AttentionShape
-    rope: int  # index into DecoderWeights.ropes
-    sinks: Tensor | None = None  # [heads]
 
 
 @dataclass(frozen=True)
@@ -122,9 +153,18 @@ class DecoderWeights:
         return num_rows
 
     @property
+    def attentions(self) -> Sequence[SelfAttention]:
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, SelfAttention)]
+
+    @property
+    def deltas(self) -> Sequence[GatedDelta]:
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDelta)]
+
+    @property
     def has_kernels(self) -> bool:
         """Whether the GPU's kernels compute all of it."""
-        return all(each.q_norm is None or len(each.q_norm) == each.attention.head_dim for each in self.layers)
+        by_head = (each.q_norm is None or len(each.q_norm) == each.shape.head_dim for each in self.attentions)
+        return all(by_head) and all(each.has_kernels for each in self.deltas)
 
 
 @dataclass(frozen=True)
@@ -151,9 +191,15 @@ class _Factors:
 
     def can_scale(self, layers: Sequence[DecoderLayer], *, adds_one: bool) -> bool:
         """Norms of what is not the residual would take the other eps, too."""
-        others = [each for layer in layers for each in (layer.attention_post_norm, layer.ffn_post_norm, layer.q_norm)]
+        others = [each for layer in layers for each in (layer.mixer_post_norm, layer.ffn_post_norm)]
+        inner = [
+            each
+            for each in (layer.mixer for layer in layers)
+            if isinstance(each, GatedDelta) or each.q_norm is not None
+        ]
         bare = [layer for layer in layers if layer.input_norm is None or layer.ffn_norm is None]
-        return self.residual > 0 and self.logits > 0 and not bare and not adds_one and all(x is None for x in others)
+        has_norms = bool(inner) or any(each is not None for each in others)
+        return self.residual > 0 and self.logits > 0 and not bare and not adds_one and not has_norms
 
 
 def read_decoder(loaded: LoadedModel) -> DecoderWeights | None:
@@ -164,13 +210,13 @@ def read_decoder(loaded: LoadedModel) -> DecoderWeights | None:
     head = model.get_output_embeddings()
     activation = _ACTIVATIONS.get(str(getattr(config, "hidden_act", getattr(config, "hidden_activation", ""))))
     kv = loaded.spec.kv
-    if activation is None or not _is_plain_head(head) or kv.state is not None or kv.layers:
+    if activation is None or not _is_plain_head(head) or kv.layers:
         return None
     norm = _rms_norm(getattr(body, "norm", None))
     if norm is None or not hasattr(body, "layers") or getattr(body, "rotary_emb", None) is None:
         return None
     ropes, rope_of = _rope_tables(loaded, body.rotary_emb, config)
-    found = [_read_layer(loaded, layer, i, rope_of(i), activation) for i, layer in enumerate(body.layers)]
+    found = _read_layers(loaded, body.layers, rope_of, activation)
     layers = [layer for layer in found if layer is not None]
     factors, adds_one, embed = _Factors.of(config), _adds_one(body.norm), body.embed_tokens
     if len(layers) < len(found):
@@ -204,6 +250,7 @@ def _scale_of(embeddings: nn.Module, dtype: torch.dtype) -> float:
 _KNOWN_LAYER_PARTS = frozenset(
     {
         "self_attn",
+        "linear_attn",
         "mlp",
         "input_layernorm",
         "post_attention_layernorm",
@@ -216,71 +263,94 @@ _KNOWN_LAYER_PARTS = frozenset(
 _KNOWN_ATTENTION_PARTS = frozenset(
     {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
 )
+DELTA_INPUTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+_SHARED_PARTS = frozenset({"shared_expert", "shared_expert_gate"})
 _KNOWN_MLP_PARTS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"})
 
 
-def _read_layer(
-    loaded: LoadedModel, layer: nn.Module, index: int, rope: int, activation: Activation
-) -> DecoderLayer | None:
-    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-    if attention is None or mlp is None:
+def _read_layers(
+    loaded: LoadedModel, layers: nn.Module, rope_of: Callable[[int, int], int], activation: Activation
+) -> list[DecoderLayer | None]:
+    found: list[DecoderLayer | None] = []
+    attending = 0
+    for index, layer in enumerate(layers.children()):
+        mixer: SelfAttention | GatedDelta | None
+        if hasattr(layer, "self_attn"):
+            mixer = _read_attention(loaded, layer.self_attn, attending, rope_of(index, attending))
+            attending += 1
+        else:
+            mixer = _read_delta(getattr(layer, "linear_attn", None))
+        mlp, norms = getattr(layer, "mlp", None), _layer_norms(layer)
+        read_mlp = None if mlp is None else _read_mlp(mlp, activation)
+        is_known = not {name for name, _ in layer.named_children()} - _KNOWN_LAYER_PARTS
+        if mixer is None or read_mlp is None or norms is None or not is_known:
+            return [None]
+        found.append(DecoderLayer(mixer, read_mlp, *norms))
+    return found
+
+
+def _read_attention(loaded: LoadedModel, attention: nn.Module, index: int, rope: int) -> SelfAttention | None:
+    if {name for name, _ in attention.named_children()} - _KNOWN_ATTENTION_PARTS:
         return None
-    for module, known in ((layer, _KNOWN_LAYER_PARTS), (attention, _KNOWN_ATTENTION_PARTS)):
-        if {name for name, _ in module.named_children()} - known:
-            return None
-    qkv = _fused_projection(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
-    o = _projection(attention.o_proj)
-    read_mlp = _read_mlp(mlp, activation)
-    norms = _layer_norms(layer)
-    if qkv is None or o is None or read_mlp is None or norms is None:
+    qkv, o = _fused_projection(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj")), _projection(attention.o_proj)
+    traits, kv = loaded.attention_traits[index], loaded.spec.kv
+    if qkv is None or o is None:
         return None
+    gates = qkv.out_features // kv.head_dim - traits.num_heads - 2 * kv.num_kv_heads
     q_norm = _rms_norm(getattr(attention, "q_norm", None))
     k_norm = _rms_norm(getattr(attention, "k_norm", None))
-    traits = loaded.attention_traits[index]
-    kv = loaded.spec.kv
     if hasattr(attention, "q_norm"):
         wide = (traits.num_heads * kv.head_dim, kv.num_kv_heads * kv.head_dim)
         shapes = [tuple(each.shape) for each in (q_norm, k_norm) if each is not None]
         if shapes not in ([(kv.head_dim,)] * 2, [(each,) for each in wide]):
             return None
-    scale = kv.head_dim**-0.5 if traits.scaling is None else traits.scaling
-    return DecoderLayer(
-        qkv=qkv,
-        o=o,
-        mlp=read_mlp,
-        input_norm=norms[0],
-        attention_post_norm=norms[1],
-        ffn_norm=norms[2],
-        ffn_post_norm=norms[3],
-        q_norm=q_norm,
-        k_norm=k_norm,
-        attention=AttentionShape(
-            num_heads=traits.num_heads,
-            num_kv_heads=kv.num_kv_heads,
-            head_dim=kv.head_dim,
-            scale=scale,
-            window=traits.sliding_window,
-            softcap=traits.softcap,
-            has_sinks=traits.sinks is not None,
-        ),
-        rope=rope,
-        sinks=traits.sinks,
+    if gates and (gates != traits.num_heads or (q_norm is not None and len(q_norm) != kv.head_dim)):
+        return None
+    shape = AttentionShape(
+        num_heads=traits.num_heads,
+        num_kv_heads=kv.num_kv_heads,
+        head_dim=kv.head_dim,
+        scale=kv.head_dim**-0.5 if traits.scaling is None else traits.scaling,
+        window=traits.sliding_window,
+        softcap=traits.softcap,
+        has_sinks=traits.sinks is not None,
+        is_gated=gates > 0,
     )
+    return SelfAttention(index, qkv, o, q_norm, k_norm, shape, rope, traits.sinks)
+
+
+def _read_delta(layer: nn.Module | None) -> GatedDelta | None:
+    net = None if layer is None else layer.forward
+    if layer is None or not isinstance(net, DeltaNet):
+        return None
+    inputs, out = _fused_projection(layer, "", DELTA_INPUTS), _projection(layer.out_proj)
+    return None if out is None else GatedDelta(net, inputs, out)
 
 
 def _read_mlp(mlp: nn.Module, activation: Activation) -> DenseMlp | MixtureMlp | None:
     parts = {name for name, _ in mlp.named_children()}
-    if parts in ({"experts", "gate"}, {"experts", "router"}):
+    if parts - _SHARED_PARTS in ({"experts", "gate"}, {"experts", "router"}):
         router, experts = getattr(mlp, "gate", None) or mlp.router, mlp.experts
         if not isinstance(router, LoraRouter) or not isinstance(experts, LoraExperts):
             return None
-        read, own = _projection(router.linear), "clamped_swiglu" if experts.is_clamped else activation
-        return None if read is None else MixtureMlp(read, experts, router.top_k, router.normalizes, own)
+        read, shared = _projection(router.linear), _read_shared(mlp, activation)
+        if read is None or (parts & _SHARED_PARTS and shared is None):
+            return None
+        own = "clamped_swiglu" if experts.is_clamped else activation
+        return MixtureMlp(read, experts, router.top_k, router.normalizes, own, shared)
     if parts - _KNOWN_MLP_PARTS:
         return None
     gate_up = _fused_projection(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
     down = _projection(mlp.down_proj)
     return None if gate_up is None or down is None else DenseMlp(gate_up, down)
+
+
+def _read_shared(mlp: nn.Module, activation: Activation) -> SharedExpert | None:
+    expert, gate = getattr(mlp, "shared_expert", None), _projection(getattr(mlp, "shared_expert_gate", None))
+    read = None if expert is None else _read_mlp(expert, activation)
+    if not isinstance(read, DenseMlp) or gate is None or gate.out_features != 1:
+        return None
+    return SharedExpert(read, gate)
 
 
 def _layer_norms(layer: nn.Module) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] | None:
@@ -298,7 +368,7 @@ def _layer_norms(layer: nn.Module) -> tuple[Tensor | None, Tensor | None, Tensor
 
 def _fused_projection(module: nn.Module, whole: str, members: Sequence[str]) -> Projection | None:
     """The model's or the loader's product that makes all of `members`, one after the other; None: there is none."""
-    if hasattr(module, whole):
+    if whole and hasattr(module, whole):
         return _projection(getattr(module, whole))
     found = [getattr(module, member, None) for member in members]
     first = found[0]
@@ -314,7 +384,7 @@ def _is_plain_head(head: nn.Module | None) -> bool:
     return isinstance(head, SharedHead)
 
 
-def _projection(module: nn.Module) -> Projection | None:
+def _projection(module: nn.Module | None) -> Projection | None:
     if not isinstance(module, LoraLinear):
         return None
     base = module.base
@@ -343,11 +413,14 @@ def _adds_one(norm: nn.Module) -> bool:
 
 def _rope_tables(
     loaded: LoadedModel, rotary: nn.Module, config: Any
-) -> tuple[list[tuple[Tensor, Tensor]], Callable[[int], int]]:
-    """One table for all layers or one a layer type, one more where layers do not rotate, and the index of each layer's.
+) -> tuple[list[tuple[Tensor, Tensor]], Callable[[int, int], int]]:
+    """One table for all layers or one a layer type, one more where layers do not rotate, and the index of each layer's,
+    by its own index and that among the layers that attend.
     A context may be longer than the model's with an adapter alone, whose own rotation stands in the last angle's place.
     """
     positions = torch.arange(loaded.spec.max_context_tokens, device=loaded.device)[None]
+    if hasattr(rotary, "mrope_section"):  # of time, height and width, which are the same in a text
+        positions = positions.expand(3, 1, -1)
     like = torch.empty(1, dtype=torch.float32, device=loaded.device)
     missing = loaded.spec.longest - loaded.spec.max_context_tokens
     types = getattr(rotary, "layer_types", None)
@@ -366,8 +439,8 @@ def _rope_tables(
         cos, sin = tables[0]
         tables.append((torch.ones_like(cos), torch.zeros_like(sin)))
 
-    def table_of(layer: int) -> int:
-        if not rotates[layer]:
+    def table_of(layer: int, attending: int) -> int:
+        if not rotates[attending]:
             return len(tables) - 1
         return names.index(config.layer_types[layer]) if names else 0
 

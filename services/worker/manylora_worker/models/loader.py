@@ -269,7 +269,7 @@ def prepare_model(
     codes: what the checkpoint has, which fp8 and int4 keep as it is.
     """
     dtype, device = model.dtype, torch.device(model.device)
-    _check_states(model, device, group)
+    _check_states(model, group)
     modules = modules or linear_modules(model)
     experts = _experts(model, quantization)
     head_modules = head_modules_of(model)
@@ -342,7 +342,7 @@ def _experts(model: PreTrainedModel, quantization: Quantization) -> list[FoundEx
     return found
 
 
-def _check_states(model: PreTrainedModel, device: torch.device, group: RankGroup | None) -> None:
+def _check_states(model: PreTrainedModel, group: RankGroup | None) -> None:
     """Raises ModelRefused. What has a convolution over tokens keeps a state; gated delta nets' is ours to keep."""
     model_type, nets = model.config.model_type, find_delta_nets(model)
     known = {id(child) for net in nets.values() for child in net.modules()}
@@ -355,8 +355,6 @@ def _check_states(model: PreTrainedModel, device: torch.device, group: RankGroup
         )
     if nets and group is not None:
         raise ModelRefused(f"{model_type}: recurrent layers: not with --tensor-parallel yet")
-    if nets and device.type == "cuda":
-        raise ModelRefused(f"{model_type}: recurrent layers: not on a GPU yet: start with --device cpu")
 
 
 def model_config(path: str, quantization: Quantization, device: str) -> PretrainedConfig:

@@ -17,6 +17,12 @@ from torch import Tensor
 
 from manylora_worker.weights.sites import DeviceAdapter, Site, SiteWeights, SlotWeights, TokenRows
 
+ALIGNMENT = 8  # elements at whose multiples matrices begin: a GPU's kernels read so many at once
+
+
+def aligned(elements: int) -> int:
+    return -(-elements // ALIGNMENT) * ALIGNMENT
+
 
 @dataclass(frozen=True)
 class Placed:
@@ -198,7 +204,7 @@ def elements_of(layout: Sequence[PlacedSite]) -> int:
     if not layout:
         return 0
     last = layout[-1].slots[-1][3]
-    return last.start + last.rows * last.columns
+    return last.start + aligned(last.rows * last.columns)
 
 
 def ranks_by_slot(layout: Layout, sites: Sequence[Site]) -> list[int]:
@@ -218,12 +224,12 @@ def _place_site(site: Site, ranks: Mapping[str, int], start: int) -> PlacedSite 
     total_rank = sum(rank for _, rank, _ in ranked)
     a = Placed(start, total_rank, site.in_features)
     slots = []
-    next_start = start + total_rank * site.in_features
+    next_start = start + aligned(total_rank * site.in_features)
     column = 0
     for i, rank, slot in ranked:
         b = Placed(next_start, rank, slot.stop - slot.start)
         slots.append((i, column, column + rank, b))
-        next_start += rank * (slot.stop - slot.start)
+        next_start += aligned(rank * (slot.stop - slot.start))
         column += rank
     return PlacedSite(site.index, a, tuple(slots), site.experts)
 

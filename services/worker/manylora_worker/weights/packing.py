@@ -19,6 +19,7 @@ from manylora_shared.stores.adapter_rope import RopeScaling
 from torch import Tensor
 
 from manylora_worker.weights.layout import (
+    ALIGNMENT,
     Extras,
     HostAdapter,
     Layout,
@@ -109,6 +110,7 @@ class Packing:
             for slot, start, stop, b in placed.slots:
                 own = modules.get(site.slots[slot].path)
                 is_padded |= own is None or own.a.rows < stop - start
+                is_padded |= any(each.rows * each.columns % ALIGNMENT for each in (placed.a, b))
                 if own is None:
                     continue
                 stored_a, stored_b, scale = own

@@ -34,6 +34,7 @@ from manylora_worker.weights.layout import (
     Layout,
     PlacedSite,
     PlacedVector,
+    aligned,
     elements_before,
     place_columns,
 )
@@ -105,8 +106,9 @@ def place(adapter: HostAdapter, block_elements: int, chunks: int, experts: Exper
     for start, length, site, field in sorted(pieces):
         if length > block_elements:
             raise ValueError(f"{length} weights of one matrix do not fit in a block of {block_elements}")
-        if start % CHUNK_ALIGNMENT or length % CHUNK_ALIGNMENT or block_elements % CHUNK_ALIGNMENT:
+        if start % CHUNK_ALIGNMENT or block_elements % CHUNK_ALIGNMENT:
             raise ValueError(f"the width of a matrix is no multiple of {CHUNK_ALIGNMENT}")
+        length = aligned(length)  # the buffer goes on there
         joins = bool(runs) and runs[-1].start + runs[-1].length == start != matrices
         if joins and start + length - runs[-1].start <= block_elements:
             runs[-1] = _Run(runs[-1].start, start + length - runs[-1].start)

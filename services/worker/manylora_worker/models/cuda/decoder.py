@@ -14,18 +14,28 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from manylora_worker.models.cuda.delta_pass import DeltaPass, DeltaSizes, StateStep
 from manylora_worker.models.cuda.expert_mlp import ExpertMlp, MixtureSizes
 from manylora_worker.models.cuda.expert_tables import ExpertAdapters
 from manylora_worker.models.cuda.kernels.add_norm import add_norm
 from manylora_worker.models.cuda.kernels.attention import DecodeScratch, PagedLayout, attend_decode, attend_prefill
 from manylora_worker.models.cuda.kernels.attention_decode import DecodeAttention
 from manylora_worker.models.cuda.kernels.combine import combine
-from manylora_worker.models.cuda.kernels.gate import gate
+from manylora_worker.models.cuda.kernels.delta_net import StateLayout
+from manylora_worker.models.cuda.kernels.gate import gate, gate_attended
 from manylora_worker.models.cuda.kernels.gemm import PARTS_ELEMENTS, linear
 from manylora_worker.models.cuda.kernels.lora import LoraRows, low_rank_columns, num_chunks, shrink, shrink_splits
 from manylora_worker.models.cuda.kernels.lora_tiles import FEWEST_ROWS, MOST_ROWS, LoraTiles
 from manylora_worker.models.cuda.kernels.rotate import rotate_store, row_angles
-from manylora_worker.models.decoder_weights import DecoderWeights, DenseMlp, MixtureMlp, Projection
+from manylora_worker.models.decoder_weights import (
+    DecoderWeights,
+    DenseMlp,
+    GatedDelta,
+    MixtureMlp,
+    Projection,
+    SelfAttention,
+    SharedExpert,
+)
 from manylora_worker.models.ranks.cuts import SharedHead
 
 MAX_SPLITS = 32
@@ -51,13 +61,14 @@ class DeviceStep:
     num_rows: Tensor  # int32 scalar: rows that are there; those behind are padding
     token_ids: Tensor
     positions: Tensor  # int32
-    tables: Tensor  # int32 [sequences, blocks]
+    tables: Tensor  # int32 [sequences, blocks], of tokens alone
     table_rows: Tensor  # int32: each row's sequence in `tables`
     decode_rows: int
     splits: int
     prefill_tiles: Tensor | None = None
     num_prefill_tiles: int = 0
     lora: LoraStep | None = None
+    states: StateStep | None = None  # of a model with recurrent layers
     logit_rows: Tensor | None = None  # int64: rows whose logits are wanted; None: all, in order
 
 
@@ -70,16 +81,25 @@ class _Sizes:
     parts: int
     angles: int
     mixture: MixtureSizes | None
+    delta: DeltaSizes | None
 
     @classmethod
     def of(cls, weights: DecoderWeights, *, lora_chunks: int, max_rows: int, max_decode_rows: int) -> _Sizes:
-        first = weights.layers[0]
-        shape = first.attention
-        dense = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, DenseMlp)]
+        # of a mixer: the product that it begins with, and the one that it ends with
+        mixers = [(each.qkv, each.o) for each in weights.attentions]
+        mixers += [(each.inputs, each.out) for each in weights.deltas if each.inputs is not None]
+        first_outputs = max(first.out_features for first, _ in mixers)
+        last_inputs = max(last.in_features for _, last in mixers)
+        last_outputs = max(last.out_features for _, last in mixers)
+        queries = max(each.o.in_features for each in weights.attentions)
+        is_gated = any(each.shape.is_gated for each in weights.attentions)
+        mixtures = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MixtureMlp)]
+        shared = [mlp.shared.mlp for mlp in mixtures if mlp.shared is not None]
+        dense = [*(layer.mlp for layer in weights.layers if isinstance(layer.mlp, DenseMlp)), *shared]
         gate_up = max((mlp.gate_up.out_features for mlp in dense), default=0)
         gated = max((mlp.down.in_features for mlp in dense), default=0)
-        routers = [layer.mlp.router.out_features for layer in weights.layers if isinstance(layer.mlp, MixtureMlp)]
-        widths = {first.qkv.in_features, first.o.in_features, gated} - {0}
+        routers = [mlp.router.out_features for mlp in mixtures]
+        widths = {each.in_features for both in mixers for each in both} | {gated} - {0}
         most = max(shrink_splits(width, rows) * rows for width in widths for rows in range(1, max_rows + 1))
         rows = {} if weights.group is None else _head_rows(weights, weights.group.size, max_decode_rows)
         return cls(
@@ -88,25 +108,30 @@ class _Sizes:
                 "residual": (max_rows, weights.hidden_size),
                 "normed": (max_rows, weights.hidden_size),
                 "delta": (max_rows, weights.hidden_size),
-                "qkv": (max_rows, first.qkv.out_features),
-                "q": (max_rows, shape.num_heads * shape.head_dim),
-                "attended": (max_rows, shape.num_heads * shape.head_dim),
+                "mixed": (max_rows, first_outputs),
+                "q": (max_rows, queries),
+                "gates": (max_rows, queries if is_gated else 0),
+                "attended": (max_rows, last_inputs),
                 "gate_up": (max_rows, gate_up),
                 "gated": (max_rows, gated),
                 "routed": (max_rows, max(routers, default=0)),
+                "shared": (max_rows, weights.hidden_size if shared else 0),
+                "shared_gates": (max_rows, min(1, len(shared))),
                 "logits": (max_decode_rows, weights.vocab_size),
-                "lora": (min(max_rows, MOST_ROWS), max(first.qkv.out_features, first.o.out_features)),
+                "lora": (min(max_rows, MOST_ROWS), max(first_outputs, last_outputs)),
             },
             low_rank=most * low_rank_columns(lora_chunks),
             parts=PARTS_ELEMENTS,
             angles=2 * max_rows * weights.ropes[0][0].shape[1],
             mixture=MixtureSizes.of(weights, lora_chunks=lora_chunks, max_rows=max_rows),
+            delta=DeltaSizes(weights.deltas[0].net.shape, max_rows) if weights.deltas else None,
         )
 
     def bytes(self, dtype: torch.dtype) -> int:
         by_rows = sum(rows * columns for rows, columns in self.rows.values())
         mixture = 0 if self.mixture is None else self.mixture.bytes(dtype)
-        return by_rows * dtype.itemsize + 4 * (self.low_rank + self.parts + self.angles) + mixture
+        delta = 0 if self.delta is None else self.delta.bytes
+        return by_rows * dtype.itemsize + 4 * (self.low_rank + self.parts + self.angles) + mixture + delta
 
 
 def _head_rows(weights: DecoderWeights, size: int, max_decode_rows: int) -> dict[str, tuple[int, int]]:
@@ -123,8 +148,8 @@ def buffer_bytes(
 
 
 # Per layer: norm | qkv product | rotate and store | attention | o product | add and norm | gate-up product | gate |
-# down product | add and norm (the next layer's). LoRA's shrink runs beside a product, or, with the expand, before it in
-# steps that kernels/lora_tiles.py serves.
+# down product | add and norm (the next layer's). In place of attention: delta_pass.py between two products. LoRA's
+# shrink runs beside a product, or, with the expand, before it in steps that kernels/lora_tiles.py serves.
 class Decoder:
     """Args:
     arena: every block of KV and adapters, flat; kv: the same, as elements of keys and values.
@@ -152,6 +177,7 @@ class Decoder:
         max_decode_rows: int,
         pdl: bool,
         experts: ExpertAdapters | None = None,
+        states: StateLayout | None = None,
     ) -> None:
         self.weights = weights
         self._arena = arena
@@ -173,16 +199,22 @@ class Decoder:
         self._delta = buffer("delta") if group is None else group.summed_buffer(*sizes.rows["delta"], dtype)
         if group is not None:
             self._head, self._heads = buffer("head"), buffer("heads")
-        self._qkv = buffer("qkv")
+        self._mixed = buffer("mixed")
         self._q = buffer("q")
+        self._gates = buffer("gates")
         self._attended = buffer("attended")
         self._gate_up = buffer("gate_up")
         self._gated = buffer("gated")
         self._routed = buffer("routed")
+        self._shared, self._shared_gates = buffer("shared"), buffer("shared_gates")
         self._experts = None
         if sizes.mixture is not None:
             assert experts is not None
             self._experts = ExpertMlp(sizes.mixture, experts, lora_chunks=lora_chunks, pdl=pdl)
+        self._delta_pass = None
+        if sizes.delta is not None:
+            assert states is not None
+            self._delta_pass = DeltaPass(sizes.delta, states, pdl=pdl)
         self._logits = buffer("logits")
         self._lora = buffer("lora")
         self._lora_tiles = LoraTiles.where_it_runs(lora_chunks, dtype, device)
@@ -191,12 +223,12 @@ class Decoder:
         self._angles = torch.zeros(sizes.angles, device=device)
         self._counters = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._pdl = pdl
-        self._scratch = DecodeScratch(max_decode_rows, weights.layers[0].attention, MAX_SPLITS, device)
+        self._scratch = DecodeScratch(max_decode_rows, weights.attentions[0].shape, MAX_SPLITS, device)
         self._decode_attention = {
             shape: DecodeAttention.where_it_runs(shape, layout.block_size, dtype, device, is_fp8=kv.dtype.itemsize == 1)
-            for shape in {layer.attention for layer in weights.layers}
+            for shape in {each.shape for each in weights.attentions}
         }
-        self._sinks = [None if layer.sinks is None else layer.sinks.float() for layer in weights.layers]
+        self._sinks = [None if each.sinks is None else each.sinks.float() for each in weights.attentions]
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
@@ -217,30 +249,83 @@ class Decoder:
         ropes = self._step_ropes(step)
         self._norm(None, residual, normed, None, weights.layers[0].input_norm, step, None)
         for i, layer in enumerate(weights.layers):
-            q, attended = self._q[:rows], self._attended[:rows]
-            qkv, lora = self._product(layer.qkv, normed, self._qkv[:rows], step)
-            self._rotate(i, qkv, q, step, lora, *ropes[layer.rope])
-            self._attend(i, q, attended, step)
-            product, lora = self._summed(layer.o, attended, delta, step)
-            self._norm(product, residual, normed, layer.attention_post_norm, layer.ffn_norm, step, lora)
+            if isinstance(layer.mixer, GatedDelta):
+                product, lora = self._recur(layer.mixer, normed, delta, step)
+            else:
+                product, lora = self._attention(layer.mixer, normed, delta, step, ropes)
+            self._norm(product, residual, normed, layer.mixer_post_norm, layer.ffn_norm, step, lora)
             product, lora = self._mlp(layer.mlp, normed, delta, step)
             is_last = i + 1 == len(weights.layers)
             next_norm = weights.final_norm if is_last else weights.layers[i + 1].input_norm
             self._norm(product, residual, normed, layer.ffn_post_norm, next_norm, step, lora)
+
+    def _attention(
+        self,
+        mixer: SelfAttention,
+        normed: Tensor,
+        delta: Tensor,
+        step: DeviceStep,
+        ropes: Sequence[tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, LoraRows | None]:
+        rows, width = step.rows, mixer.o.in_features
+        q, gates, attended = (_rows_of(each, rows, width) for each in (self._q, self._gates, self._attended))
+        qkv, lora = self._product(mixer.qkv, normed, _rows_of(self._mixed, rows, mixer.qkv.out_features), step)
+        is_gated = mixer.shape.is_gated
+        self._rotate(mixer, qkv, q, gates if is_gated else None, step, lora, *ropes[mixer.rope])
+        self._attend(mixer, q, attended, step)
+        if is_gated:
+            gate_attended(attended, gates, num_rows=step.num_rows, pdl=self._pdl)
+        return self._summed(mixer.o, attended, delta, step)
+
+    def _recur(
+        self, mixer: GatedDelta, normed: Tensor, delta: Tensor, step: DeviceStep
+    ) -> tuple[Tensor, LoraRows | None]:
+        assert mixer.inputs is not None
+        assert self._delta_pass is not None
+        assert step.states is not None
+        whole = _rows_of(self._mixed, step.rows, mixer.inputs.out_features)
+        out = _rows_of(self._attended, step.rows, mixer.out.in_features)
+        product, lora = self._product(mixer.inputs, normed, whole, step)
+        self._delta_pass.run(
+            mixer,
+            product,
+            lora,
+            whole,
+            out,
+            states=step.states,
+            table_rows=step.table_rows,
+            positions=step.positions,
+            num_rows=step.num_rows,
+        )
+        return self._summed(mixer.out, out, delta, step)
 
     def _mlp(
         self, mlp: DenseMlp | MixtureMlp, normed: Tensor, delta: Tensor, step: DeviceStep
     ) -> tuple[Tensor, LoraRows | None]:
         if isinstance(mlp, MixtureMlp):
             self._mixture(mlp, normed, delta, step)
+            if mlp.shared is not None:
+                self._add_shared(mlp.shared, normed, delta, step)
             return delta[None], None
-        gated = self._gated[: step.rows]
-        gate_up, lora = self._product(mlp.gate_up, normed, self._gate_up[: step.rows], step, expands=False)
+        return self._summed(mlp.down, self._gated_rows(mlp, normed, step), delta, step)
+
+    def _gated_rows(self, mlp: DenseMlp, normed: Tensor, step: DeviceStep) -> Tensor:
+        gated = _rows_of(self._gated, step.rows, mlp.down.in_features)
+        both = _rows_of(self._gate_up, step.rows, mlp.gate_up.out_features)
+        gate_up, lora = self._product(mlp.gate_up, normed, both, step, expands=False)
         self._gate(mlp.gate_up, gate_up, gated, step, lora)
-        return self._summed(mlp.down, gated, delta, step)
+        return gated
+
+    def _add_shared(self, shared: SharedExpert, normed: Tensor, delta: Tensor, step: DeviceStep) -> None:
+        gates = self._shared_gates[: step.rows]
+        product, lora = self._product(shared.gate, normed, gates, step, expands=False)
+        combine(product, gates, num_rows=step.num_rows, lora=lora, pdl=self._pdl)
+        gated = self._gated_rows(shared.mlp, normed, step)
+        product, lora = self._product(shared.mlp.down, gated, self._shared[: step.rows], step)
+        combine(product, delta, num_rows=step.num_rows, lora=lora, gates=gates, pdl=self._pdl)
 
     def _mixture(self, mlp: MixtureMlp, normed: Tensor, delta: Tensor, step: DeviceStep) -> None:
-        routed = self._routed.view(-1)[: step.rows * mlp.router.out_features].view(step.rows, -1)
+        routed = _rows_of(self._routed, step.rows, mlp.router.out_features)
         product, lora = self._product(mlp.router, normed, routed, step, expands=False)
         assert self._experts is not None
         self._experts.run(
@@ -320,7 +405,7 @@ class Decoder:
         # So many rows' product leaves no room beside it: what starts there only waits in its way.
         tiles.shrink(x, lora, num_slots=len(slots), pdl=self._pdl)
         if expands:
-            outputs = self._lora.view(-1)[: x.shape[0] * projection.out_features].view(x.shape[0], -1)
+            outputs = _rows_of(self._lora, x.shape[0], projection.out_features)
             tiles.expand(lora, outputs, widths=[slot.stop - slot.start for slot in slots], pdl=self._pdl)
             lora = replace(lora, outputs=outputs)
         return self._linear(projection, x, out), lora
@@ -417,38 +502,45 @@ class Decoder:
         return [(cos, sin)]
 
     def _rotate(
-        self, index: int, qkv: Tensor, q: Tensor, step: DeviceStep, lora: LoraRows | None, cos: Tensor, sin: Tensor
+        self,
+        mixer: SelfAttention,
+        qkv: Tensor,
+        q: Tensor,
+        gates: Tensor | None,
+        step: DeviceStep,
+        lora: LoraRows | None,
+        cos: Tensor,
+        sin: Tensor,
     ) -> None:
-        layer = self.weights.layers[index]
         rotate_store(
             qkv,
             q,
-            self._layer_caches[index],
+            self._layer_caches[mixer.index],
             tables=step.tables,
             table_rows=step.table_rows,
             positions=step.positions,
             cos=cos,
             sin=sin,
-            q_norm=layer.q_norm,
-            k_norm=layer.k_norm,
+            q_norm=mixer.q_norm,
+            k_norm=mixer.k_norm,
             eps=self.weights.eps,
             weight_plus_one=self.weights.norm_weight_plus_one,
-            num_heads=layer.attention.num_heads,
-            num_kv_heads=layer.attention.num_kv_heads,
-            head_dim=layer.attention.head_dim,
+            num_heads=mixer.shape.num_heads,
+            num_kv_heads=mixer.shape.num_kv_heads,
+            head_dim=mixer.shape.head_dim,
             layout=self._layout,
             num_rows=step.num_rows,
             lora=lora,
-            num_slots=len(layer.qkv.site.slots),
+            num_slots=len(mixer.qkv.site.slots),
+            gates=gates,
             angles_by_row=step.lora is not None and len(self.weights.ropes) == 1,
-            scales=self._scales[index],
+            scales=self._scales[mixer.index],
             cuts=self._cuts,
             pdl=self._pdl,
         )
 
-    def _attend(self, index: int, q: Tensor, attended: Tensor, step: DeviceStep) -> None:
-        shape = self.weights.layers[index].attention
-        cache = self._layer_caches[index]
+    def _attend(self, mixer: SelfAttention, q: Tensor, attended: Tensor, step: DeviceStep) -> None:
+        shape, cache, sinks = mixer.shape, self._layer_caches[mixer.index], self._sinks[mixer.index]
         if step.decode_rows:
             compiled = self._decode_attention[shape]
             attend = compiled.attend if compiled is not None else partial(attend_decode, shape=shape)
@@ -464,8 +556,8 @@ class Decoder:
                 scratch=self._scratch,
                 splits=step.splits,
                 pdl=self._pdl,
-                sinks=self._sinks[index],
-                scales=self._scales[index],
+                sinks=sinks,
+                scales=self._scales[mixer.index],
             )
         if step.prefill_tiles is not None:
             attend_prefill(
@@ -477,6 +569,11 @@ class Decoder:
                 num_tiles=step.num_prefill_tiles,
                 shape=shape,
                 layout=self._layout,
-                sinks=self._sinks[index],
-                scales=self._scales[index],
+                sinks=sinks,
+                scales=self._scales[mixer.index],
             )
+
+
+def _rows_of(buffer: Tensor, rows: int, width: int) -> Tensor:
+    """[rows, width], of a buffer that may be wider."""
+    return buffer.view(-1)[: rows * width].view(rows, width) if buffer.numel() else buffer

@@ -40,6 +40,7 @@ from manylora_worker.models.cuda.graph_shapes import (
     room_for_prefill_tiles,
 )
 from manylora_worker.models.cuda.kernels.attention import PagedLayout, prefill_block_m
+from manylora_worker.models.cuda.kernels.delta_net import StateLayout
 from manylora_worker.models.cuda.kernels.sampling import DeviceBars, DeviceSampler, SampledRows, SamplingPlan
 from manylora_worker.models.cuda.pending_step import Draws, PendingStep
 from manylora_worker.models.cuda.sampler_rows import SamplerRows, bars_on_device
@@ -138,8 +139,18 @@ def _adapter_arena(
     )
 
 
+def _state_layout(cache: KvCache) -> StateLayout | None:
+    state = cache.geometry.state
+    if state is None:
+        return None
+    blocks = cache.flat.view(torch.float32)
+    return StateLayout(blocks, blocks.numel() // cache.num_blocks, state.layer_elements)
+
+
 class DeviceModelRunner:
-    """See api.AheadRunner, SwapRunner and MergingRunner. cache: its blocks from `num_kv_blocks` on hold adapters."""
+    """See api.AheadRunner, SwapRunner, RecurrentRunner and MergingRunner. cache: its blocks from `num_kv_blocks` on are
+    those of adapters.
+    """
 
     def __init__(
         self,
@@ -183,6 +194,7 @@ class DeviceModelRunner:
             max_decode_rows=limits.max_sequences,
             pdl=pdl,
             experts=self._adapters.expert_adapters,
+            states=_state_layout(cache),
         )
         self._packer = StepPacker(
             self._adapters,
@@ -191,8 +203,9 @@ class DeviceModelRunner:
             max_sequences=limits.max_sequences,
             block_size=bs,
             max_blocks=-(-loaded.spec.longest // bs),
-            prefill_rows=prefill_block_m(weights.layers[0].attention),
+            prefill_rows=prefill_block_m(weights.attentions[0].shape),
             num_kv_heads=geometry.num_kv_heads,
+            state_blocks=cache.state_blocks,
         )
         self._device = self._packer.tables.device
         # by row of the block tables: what its sequence drew last
@@ -228,6 +241,10 @@ class DeviceModelRunner:
     @property
     def block_size(self) -> int:
         return self._cache.block_size
+
+    @property
+    def state_blocks(self) -> int:
+        return self._cache.state_blocks
 
     @property
     def draft_model(self) -> DraftModel | None:

@@ -30,7 +30,8 @@ class SequenceSlots:
     # Sequences not seen for longest make room. While one keeps its row, the entries before the one that its step
     # writes do not change, so only that one and those behind it are compared.
 
-    def __init__(self, num_slots: int, max_blocks: int) -> None:
+    def __init__(self, num_slots: int, max_blocks: int, state_blocks: int = 0) -> None:
+        self._state_blocks = state_blocks  # a table's first ones, before those of tokens
         self._rows: OrderedDict[int, int] = OrderedDict()
         self._free = list(range(num_slots - 1, -1, -1))
         self._mirror = np.zeros((num_slots, max_blocks), dtype=np.int32)
@@ -47,7 +48,7 @@ class SequenceSlots:
             self._known[row] = 0
         self._rows[chunk.sequence_id] = row
         table, mirror = chunk.block_table, self._mirror[row]
-        first = min(self._known[row], chunk.start_position // block_size)
+        first = min(self._known[row], self._state_blocks + chunk.start_position // block_size)
         for entry in range(first, len(table)):
             block = table[entry]
             if entry >= self._known[row] or mirror[entry] != block:

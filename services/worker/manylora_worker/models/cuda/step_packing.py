@@ -7,7 +7,7 @@ their addresses, so that graphs read them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,8 +15,10 @@ import torch
 from manylora_worker.kinds.api import SequenceChunk
 from manylora_worker.models.cuda.adapter_arena import AdapterArena
 from manylora_worker.models.cuda.decoder import MAX_SPLITS, DeviceStep, LoraStep
-from manylora_worker.models.cuda.graph_shapes import NO_LORA, bucket_of
+from manylora_worker.models.cuda.delta_pass import StateStep
+from manylora_worker.models.cuda.graph_shapes import NO_LORA, bucket_of, room_for_prefill_tiles
 from manylora_worker.models.cuda.kernels.attention import PREFILL_TILE_FIELDS
+from manylora_worker.models.cuda.kernels.delta_net import SEQUENCE_FIELDS
 from manylora_worker.models.cuda.kernels.lora import TILE_FIELDS, TILE_ROWS
 from manylora_worker.models.cuda.sequence_slots import SequenceSlots, TableUpdates
 from manylora_worker.models.cuda.step_tables import StepTables
@@ -34,7 +36,7 @@ class PackedStep:
 class StepPacker:
     """Args:
     max_rows, max_sequences: of one step; the latter decode.
-    max_blocks: of one sequence.
+    max_blocks: of one sequence's tokens. state_blocks: before them in its table.
     prefill_rows: of a prompt that one program attends.
     """
 
@@ -49,16 +51,20 @@ class StepPacker:
         max_blocks: int,
         prefill_rows: int,
         num_kv_heads: int,
+        state_blocks: int = 0,
     ) -> None:
         self._adapters = adapters
         self._max_sequences = max_sequences
         self._block_size = block_size
         self._prefill_rows = prefill_rows
         self._num_kv_heads = num_kv_heads
-        self._slots = SequenceSlots(2 * max_sequences, max_blocks)
-        self.tables = torch.zeros(self.padding_row + 1, max_blocks, dtype=torch.int32, device=device)
-        self.decode_tables = StepTables(_fields(max_sequences, 0), device)
-        self.mixed_tables = StepTables(_fields(max_rows, max_rows), device)
+        self._state_blocks = state_blocks
+        self._slots = SequenceSlots(2 * max_sequences, state_blocks + max_blocks, state_blocks)
+        self.tables = torch.zeros(self.padding_row + 1, state_blocks + max_blocks, dtype=torch.int32, device=device)
+        has_states = state_blocks > 0
+        self.decode_tables = StepTables(_fields(max_sequences, 0, has_states=has_states), device)
+        tiles = max(max_rows, room_for_prefill_tiles(max_rows))  # a graph reads all that it has room for
+        self.mixed_tables = StepTables(_fields(max_rows, tiles, has_states=has_states), device)
 
     @property
     def padding_row(self) -> int:
@@ -78,12 +84,14 @@ class StepPacker:
         row = num_prefill_tiles = 0
         row_of: dict[int, int] = {}
         runs: list[list[int]] = []
+        sequences: list[tuple[int, int, int, int]] = []
         singles: list[tuple[int, int, int, int]] = []  # of the rows that decode: token, position, table row, adapter
         for i in order:
             chunk, adapter = chunks[i], adapter_slots[i]
             start, count = chunk.start_position, len(chunk.token_ids)
             assert count > 0
             slot = self._slots.take(chunk, self._block_size, updates)
+            sequences.append((row, count, start, slot))
             if count == 1:
                 singles.append((chunk.token_ids[0], start, slot, adapter))
             else:
@@ -106,6 +114,8 @@ class StepPacker:
             packed = np.array(singles, dtype=np.int32)
             for column, name in enumerate(("token_ids", "positions", "table_rows", "row_adapters")):
                 host[name][:num_decodes] = packed[:, column]
+        if self._state_blocks:
+            _fill_sequences(host["sequences"].reshape(-1, SEQUENCE_FIELDS), host["offsets"], sequences)
         prefill_tiles[num_prefill_tiles:, 1] = 0
         host["num_rows"][0] = row
         host["table_rows"][row:] = self.padding_row
@@ -114,6 +124,8 @@ class StepPacker:
         updates.apply(self.tables)
         columns = any(map(self._adapters.scales, slot_of.values()))
         step = self.device_step(tables, row, num_decodes, lora_tiles, num_prefill_tiles, columns=columns)
+        if step.states is not None:
+            step = replace(step, states=replace(step.states, num_sequences=len(sequences)))
         return PackedStep(step, row_of, is_decode, lora_tiles, columns)
 
     def device_step(
@@ -136,7 +148,7 @@ class StepPacker:
             num_rows=tables.on_device("num_rows"),
             token_ids=tables.on_device("token_ids"),
             positions=tables.on_device("positions"),
-            tables=self.tables,
+            tables=self.tables[:, self._state_blocks :],
             table_rows=tables.on_device("table_rows"),
             decode_rows=decode_rows,
             splits=self._splits_for(bucket_of(max(1, decode_rows), self._max_sequences)),
@@ -145,7 +157,14 @@ class StepPacker:
             else None,
             num_prefill_tiles=num_prefill_tiles,
             lora=lora_step,
+            states=self._states(tables, decode_rows + num_prefill_tiles) if self._state_blocks else None,
         )
+
+    def _states(self, tables: StepTables, most_sequences: int) -> StateStep:
+        """most_sequences: a chunk of a prompt has a tile at least."""
+        sequences = tables.on_device("sequences").view(-1, SEQUENCE_FIELDS)
+        num_sequences = min(most_sequences, len(sequences))
+        return StateStep(self.tables, tables.on_device("offsets"), sequences, num_sequences)
 
     def _splits_for(self, rows: int) -> int:
         """Programs that share a row's context: about two stand on each of some 132 processors."""
@@ -166,13 +185,22 @@ def _fill_tiles(tiles: np.ndarray, runs: Sequence[Sequence[int]]) -> int:
     return count
 
 
-def _fields(rows: int, prefill_rows: int) -> dict[str, int]:
+def _fill_sequences(entries: np.ndarray, offsets: np.ndarray, sequences: Sequence[tuple[int, int, int, int]]) -> None:
+    entries[: len(sequences)] = sequences
+    entries[len(sequences) :, 1] = 0
+    for row, count, _, _ in sequences:
+        offsets[row : row + count] = np.arange(count)
+
+
+def _fields(rows: int, prefill_tiles: int, *, has_states: bool) -> dict[str, int]:
+    of_states = {"offsets": rows, "sequences": SEQUENCE_FIELDS * rows}
     return {
+        **(of_states if has_states else {}),
         "num_rows": 16,
         "token_ids": rows,
         "positions": rows,
         "table_rows": rows,
         "row_adapters": rows,
-        "lora_tiles": TILE_FIELDS * rows,
-        "prefill_tiles": PREFILL_TILE_FIELDS * prefill_rows,
+        "lora_tiles": TILE_FIELDS * (rows + rows // TILE_ROWS + 1),
+        "prefill_tiles": PREFILL_TILE_FIELDS * prefill_tiles,
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +27,25 @@ _PROJECTIONS = (
 )
 _CHUNK_RULE = "torch_chunk_gated_delta_rule"
 _CHUNK_TOKENS = 64  # that the rule takes at once
-_EPS = 1e-6
+NORM_EPS = 1e-6  # of queries and keys
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    window: int  # tokens that the convolution sees beside a row's own
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.values
 
 
 def find_delta_nets(model: nn.Module) -> dict[str, nn.Module]:
@@ -49,11 +68,11 @@ def install_delta_nets(model: nn.Module) -> StateGeometry | None:
     attending = [module for name, module in model.named_modules() if name.endswith(".self_attn")]
     for index, module in enumerate(attending):
         module.layer_idx = index  # type: ignore[assignment]
-    first = nets[0].layer
+    shape = nets[0].shape
     return StateGeometry(
         num_layers=len(nets),
-        matrices=(first.num_v_heads, first.head_k_dim, first.head_v_dim),
-        window=(first.conv_dim, first.conv_kernel_size - 1),
+        matrices=(shape.value_heads, shape.key_dim, shape.value_dim),
+        window=(shape.channels, shape.window),
     )
 
 
@@ -66,6 +85,12 @@ class DeltaNet:
         self._eager: Callable[..., Tensor] = layer.forward
         self._chunk_rule = getattr(sys.modules[type(layer).__module__], _CHUNK_RULE)
         layer.forward = self
+
+    @property
+    def shape(self) -> DeltaShape:
+        layer = self.layer
+        window = layer.conv_kernel_size - 1
+        return DeltaShape(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim, window)
 
     def __call__(self, hidden_states: Tensor, **others: Any) -> Tensor:
         step = others.get(STEP_KEYWORD)
@@ -165,4 +190,4 @@ def _one_token(matrices: Tensor, query: Tensor, key: Tensor, value: Tensor, deca
 
 
 def _normed(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPS)
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)

@@ -15,18 +15,20 @@ from torch import Tensor
 
 from manylora_worker.models.decoder_weights import (
     Activation,
-    AttentionShape,
     DecoderLayer,
     DecoderWeights,
     DenseMlp,
+    GatedDelta,
     MixtureMlp,
     Projection,
+    SelfAttention,
     read_decoder,
 )
 from manylora_worker.models.layers.attention import STEP_KEYWORD, AttentionStep, PrefillRows
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.layers.lora_linear import Segment
 from manylora_worker.models.layers.mixture import chosen_experts
+from manylora_worker.models.layers.recurrence import StateRows, StepStates
 from manylora_worker.models.layers.token_rows import StepTokens
 from manylora_worker.models.loader import LoadedModel
 
@@ -92,24 +94,77 @@ class ScaledRows:
     factors: Tensor  # [n, 1]
 
 
+# (normed rows, cos and sin of each of the decoder's ropes, the step) -> what joins the residual
+_Mixer = Callable[[Tensor, Sequence[tuple[Tensor, Tensor]], AttentionStep], Tensor]
+
+
 @dataclass(frozen=True)
 class _Layer:
     """Norm weights are float32, with Gemma's one added."""
 
-    qkv: _Product
-    o: _Product
+    mixer: _Mixer
     mlp: Callable[[Tensor], Tensor]
     input_norm: Tensor | None
-    attention_post_norm: Tensor | None
+    mixer_post_norm: Tensor | None
     ffn_norm: Tensor | None
     ffn_post_norm: Tensor | None
-    head_norms: Tensor | None  # [query and kv heads, head_dim]: of every head that is rotated
-    wide_norms: tuple[Tensor, Tensor] | None  # over all query heads together, and over all key heads
-    qkv_widths: tuple[int, int]  # columns of what is rotated, and of the values
-    rotated_heads: tuple[int, int]  # query heads, key heads
-    attention: AttentionShape
-    sinks: Tensor | None
-    rope: int
+
+
+class _Attention:
+    # q_norm, k_norm: over a head, or over all heads together
+
+    def __init__(self, weights: SelfAttention, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> None:
+        shape = weights.shape
+        self._weights, self._eps = weights, eps
+        self._qkv, self._o = _Product(weights.qkv), _Product(weights.o)
+        self._head_norms: Tensor | None = None  # [query and kv heads, head_dim]: of every head that is rotated
+        self._wide_norms: tuple[Tensor, Tensor] | None = None
+        if q_norm is not None and k_norm is not None:
+            if len(q_norm) == shape.head_dim:
+                self._head_norms = torch.stack([q_norm] * shape.num_heads + [k_norm] * shape.num_kv_heads)
+            else:
+                self._wide_norms = (q_norm, k_norm)
+
+    def __call__(self, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], attention: AttentionStep) -> Tensor:
+        weights, shape = self._weights, self._weights.shape
+        rotated, values, gates = self._parts(self._qkv(x))
+        heads = rotated.unflatten(1, (-1, shape.head_dim))
+        if self._wide_norms is not None:
+            widths = [each.shape[0] for each in self._wide_norms]
+            parts = zip(rotated.split_with_sizes(widths, 1), self._wide_norms, strict=True)
+            heads = torch.cat([_norm(*each, self._eps) for each in parts], 1).view(heads.shape)
+        if self._head_norms is not None:
+            heads = (_norm(heads, None, self._eps) * self._head_norms).to(heads.dtype)
+        turned = _rotate(heads, *ropes[weights.rope])
+        queries, keys = turned.split_with_sizes((shape.num_heads, shape.num_kv_heads), 1)
+        attended = attention.attend_rows(
+            weights.index,
+            queries.unflatten(1, (shape.num_kv_heads, -1)),
+            keys.flatten(1),
+            values,
+            shape.scale,
+            shape.window,
+            shape.softcap,
+            weights.sinks,
+        ).flatten(1)
+        return self._o(attended if gates is None else attended * gates.sigmoid())
+
+    def _parts(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What is rotated, the values, and the gates."""
+        shape = self._weights.shape
+        rest = shape.num_kv_heads * shape.head_dim
+        if not shape.is_gated:
+            return *qkv.split_with_sizes((qkv.shape[1] - rest, rest), 1), None
+        both, keys, values = qkv.split_with_sizes((qkv.shape[1] - 2 * rest, rest, rest), 1)
+        queries, gates = both.view(-1, shape.num_heads, 2, shape.head_dim).unbind(2)
+        return torch.cat((queries.flatten(1), keys), 1), values, gates.flatten(1)
+
+
+def _recurring(delta: GatedDelta) -> _Mixer:
+    def mix(x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], attention: AttentionStep) -> Tensor:
+        return attention.recur(delta.net, x[None])[0]
+
+    return mix
 
 
 class TorchDecoder:
@@ -134,11 +189,11 @@ class TorchDecoder:
         if tokens is not None:
             tokens.embed(token_ids, residual, weights.embed_scale)
         ropes = [_rope_rows(*table, positions, residual.dtype, scaled) for table in weights.ropes]
-        for i, layer in enumerate(self._layers):
+        for layer in self._layers:
             normed = self._normed(residual, layer.input_norm)
-            product = layer.o(self._attend(i, layer, layer.qkv(normed), ropes[layer.rope], attention))
-            if layer.attention_post_norm is not None:
-                product = self._norm(product, layer.attention_post_norm)
+            product = layer.mixer(normed, ropes, attention)
+            if layer.mixer_post_norm is not None:
+                product = self._norm(product, layer.mixer_post_norm)
             residual.add_(product)
             product = layer.mlp(self._normed(residual, layer.ffn_norm))
             if layer.ffn_post_norm is not None:
@@ -156,73 +211,44 @@ class TorchDecoder:
         softcap = weights.logit_softcap
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
-    def _attend(
-        self, index: int, layer: _Layer, qkv: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionStep
-    ) -> Tensor:
-        """qkv: [T, (heads + 2 kv_heads) * head_dim] -> [T, heads * head_dim]."""
-        shape = layer.attention
-        rotated, values = qkv.split_with_sizes(layer.qkv_widths, 1)
-        heads = rotated.unflatten(1, (-1, shape.head_dim))
-        if layer.wide_norms is not None:
-            widths = [each.shape[0] for each in layer.wide_norms]
-            parts = zip(rotated.split_with_sizes(widths, 1), layer.wide_norms, strict=True)
-            heads = torch.cat([self._norm(*each) for each in parts], 1).view(heads.shape)
-        if layer.head_norms is not None:
-            heads = (self._norm(heads, None) * layer.head_norms).to(heads.dtype)
-        queries, keys = _rotate(heads, *rope).split_with_sizes(layer.rotated_heads, 1)
-        attended = attention.attend_rows(
-            index,
-            queries.unflatten(1, (shape.num_kv_heads, -1)),
-            keys.flatten(1),
-            values,
-            shape.scale,
-            shape.window,
-            shape.softcap,
-            layer.sinks,
-        )
-        return attended.flatten(1)
-
     def _mlp(self, mlp: DenseMlp | MixtureMlp) -> Callable[[Tensor], Tensor]:
-        if isinstance(mlp, MixtureMlp):
-            return partial(_mixture, _Product(mlp.router), mlp)
-        return partial(_dense, _Product(mlp.gate_up), _Product(mlp.down), _ACTIVATIONS[self._weights.activation])
+        if isinstance(mlp, DenseMlp):
+            activation = _ACTIVATIONS[self._weights.activation]
+            return partial(_dense, _Product(mlp.gate_up), _Product(mlp.down), activation)
+        mixture = partial(_mixture, _Product(mlp.router), mlp)
+        if mlp.shared is None:
+            return mixture
+        return partial(_beside_shared, mixture, self._mlp(mlp.shared.mlp), _Product(mlp.shared.gate))
 
     def _normed(self, residual: Tensor, weight: Tensor | None) -> Tensor:
         return residual if weight is None else self._norm(residual, weight)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        # RMS over the last dimension, in float32
-        return F.rms_norm(x.float(), x.shape[-1:], weight, self._weights.eps).to(x.dtype)
+        return _norm(x, weight, self._weights.eps)
 
     def _layer(self, layer: DecoderLayer) -> _Layer:
-        shape = layer.attention
-        rotated_heads = (shape.num_heads, shape.num_kv_heads)
-        head_norms = wide_norms = None
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q_norm, k_norm = self._norm_weight(layer.q_norm), self._norm_weight(layer.k_norm)
-            if len(q_norm) != shape.head_dim:
-                wide_norms = (q_norm, k_norm)
-        if layer.q_norm is not None and layer.k_norm is not None and wide_norms is None:
-            head_norms = torch.stack([q_norm] * shape.num_heads + [k_norm] * shape.num_kv_heads)
         return _Layer(
-            qkv=_Product(layer.qkv),
-            o=_Product(layer.o),
+            mixer=self._mixer(layer.mixer),
             mlp=self._mlp(layer.mlp),
             input_norm=_optional(layer.input_norm, self._norm_weight),
-            attention_post_norm=_optional(layer.attention_post_norm, self._norm_weight),
+            mixer_post_norm=_optional(layer.mixer_post_norm, self._norm_weight),
             ffn_norm=_optional(layer.ffn_norm, self._norm_weight),
             ffn_post_norm=_optional(layer.ffn_post_norm, self._norm_weight),
-            head_norms=head_norms,
-            wide_norms=wide_norms,
-            qkv_widths=(sum(rotated_heads) * shape.head_dim, shape.num_kv_heads * shape.head_dim),
-            rotated_heads=rotated_heads,
-            attention=shape,
-            sinks=layer.sinks,
-            rope=layer.rope,
         )
+
+    def _mixer(self, mixer: SelfAttention | GatedDelta) -> _Mixer:
+        if isinstance(mixer, GatedDelta):
+            return _recurring(mixer)
+        q_norm, k_norm = (_optional(each, self._norm_weight) for each in (mixer.q_norm, mixer.k_norm))
+        return _Attention(mixer, q_norm, k_norm, self._weights.eps)
 
     def _norm_weight(self, weight: Tensor) -> Tensor:
         return weight.detach().float() + (1.0 if self._weights.norm_weight_plus_one else 0.0)
+
+
+def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    # RMS over the last dimension, in float32
+    return F.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
 
 
 def _dense(gate_up: _Product, down: _Product, activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -234,6 +260,12 @@ def _mixture(router: _Product, mlp: MixtureMlp, x: Tensor) -> Tensor:
     shares, experts = chosen_experts(router(x), mlp.top_k, normalizes=mlp.normalizes)
     result: Tensor = mlp.experts(x, experts, shares)
     return result
+
+
+def _beside_shared(
+    mixture: Callable[[Tensor], Tensor], shared: Callable[[Tensor], Tensor], gate: _Product, x: Tensor
+) -> Tensor:
+    return mixture(x).add_(gate(x).sigmoid() * shared(x))
 
 
 def trusted_weights(loaded: LoadedModel) -> DecoderWeights | None:
@@ -256,13 +288,20 @@ def trusted_weights(loaded: LoadedModel) -> DecoderWeights | None:
 
 def _difference(loaded: LoadedModel, decoder: TorchDecoder) -> float:
     device = loaded.device
-    cache = KvCache(loaded.spec.kv, num_blocks=1, block_size=_CHECKED_TOKENS, dtype=loaded.dtype, device=device)
+    kv = loaded.spec.kv
+    state_blocks = range(1, 1 + kv.state_blocks(_CHECKED_TOKENS, loaded.dtype))
+    cache = KvCache(kv, num_blocks=1 + len(state_blocks), block_size=_CHECKED_TOKENS, dtype=loaded.dtype, device=device)
     rows = torch.arange(_CHECKED_TOKENS, device=device)
     token_ids = rows * (loaded.spec.vocab_size // _CHECKED_TOKENS)
 
     def attention() -> AttentionStep:
         prefill = PrefillRows(0, _CHECKED_TOKENS, start_position=0, block_table=[0])
-        return AttentionStep(cache, token_rows=rows, num_rows=_CHECKED_TOKENS, decodes=[], prefills=[prefill])
+        states = (
+            StepStates(cache, [StateRows(0, _CHECKED_TOKENS, True, state_blocks)], device) if state_blocks else None
+        )
+        return AttentionStep(
+            cache, token_rows=rows, num_rows=_CHECKED_TOKENS, decodes=[], prefills=[prefill], states=states
+        )
 
     with torch.inference_mode():
         found = decoder.head(decoder.layers(token_ids, rows, attention()), rows).float()

@@ -1,4 +1,4 @@
-"""activation(gate) * up, both with their LoRA, in float32, rounded when stored."""
+"""Gates: activation(gate) * up, both with their LoRA, in float32, rounded when stored; and what was attended to."""
 
 from __future__ import annotations
 
@@ -120,4 +120,30 @@ def gate(
         PDL=pdl,
         num_warps=num_warps,
         launch_pdl=pdl,
+    )
+
+
+@triton.jit
+def _gate_attended_kernel(
+    attended_ptr, gates_ptr, num_rows_ptr, N: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
+):
+    row = tl.program_id(1)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = columns < N
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if row >= tl.load(num_rows_ptr):
+        return
+    at = row.to(tl.int64) * N + columns
+    gates = tl.load(gates_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(attended_ptr + at, tl.load(attended_ptr + at, mask=mask, other=0.0).to(tl.float32) * gates, mask=mask)
+
+
+def gate_attended(attended: Tensor, gates: Tensor, *, num_rows: Tensor, pdl: bool) -> None:
+    """attended: [rows, heads * head_dim], times gates, in place."""
+    rows, columns = attended.shape
+    block_n = min(1024, triton.next_power_of_2(columns))
+    _gate_attended_kernel[(triton.cdiv(columns, block_n), rows)](
+        attended, gates, num_rows, N=columns, BLOCK_N=block_n, PDL=pdl, num_warps=4, launch_pdl=pdl
     )

@@ -25,7 +25,7 @@ TILE_FIELDS = 4
 CHUNK_RANKS = RANKS_AT_ONCE
 CHUNK_ALIGNMENT = 8  # elements: 16 bytes, one load of a thread
 TILE_ROWS = 16
-MAX_SLOTS = 3  # linear layers in one fused site
+MAX_SLOTS = 4  # linear layers in one fused site
 _FIRST_OFFSET = 4
 
 
@@ -40,16 +40,16 @@ def num_chunks(rank: int) -> int:
 #                                          many are used; by tile
 #     row_adapters  int32 [rows]           adapter slot of each row; by row
 #     sites         int64 [slots, fields]  one site of every adapter slot (slot 0: no adapter, of rank 0):
-#                                          0..2              rank of each linear layer ("slot") of the site; 0: none
+#                                          0..3              rank of each linear layer ("slot") of the site; 0: none
 #                                          4 + s * C + c     offset of A's chunk c of slot s
-#                                          4 + (3 + s) C + c offset of B's chunk c of slot s
-#                                          4 + (6 + s) C + c ranks that stand in both chunks c, and in the upper half
+#                                          4 + (4 + s) C + c offset of B's chunk c of slot s
+#                                          4 + (8 + s) C + c ranks that stand in both chunks c, and in the upper half
 #                                                            the float32 by which what A makes of a row is multiplied
-#                                          4 + 9 C + s       where a slot's outputs are scaled and shifted: twice the
+#                                          4 + 12 C + s      where a slot's outputs are scaled and shifted: twice the
 #                                                            offset of its gains, behind which its shifts are, and one
 #                                          A composition's chunks are its parts', one after the other: its rank counts
 #                                          16 for each, and what stands in `low_rank` for absent ones is zero.
-#     low_rank      float32 [splits, rows, 3 * C * CHUNK_RANKS]
+#     low_rank      float32 [splits, rows, 4 * C * CHUNK_RANKS]
 def site_fields(chunks: int) -> int:
     return column_field(MAX_SLOTS, chunks)
 
@@ -167,8 +167,8 @@ def load_program(
 def _load_b(weights_ptr, site, slot, chunk, columns, column_mask, slot_columns, CHUNKS: tl.constexpr):
     """[16, BLOCK_N]: one chunk of B; zero where the slot has no such ranks."""
     within = tl.arange(0, 16)
-    rank_mask = within < tl.load(site + 4 + (6 + slot) * CHUNKS + chunk).to(tl.int32)
-    b_ptr = weights_ptr + tl.multiple_of(tl.load(site + 4 + (3 + slot) * CHUNKS + chunk), 8)
+    rank_mask = within < tl.load(site + 4 + (8 + slot) * CHUNKS + chunk).to(tl.int32)
+    b_ptr = weights_ptr + tl.multiple_of(tl.load(site + 4 + (4 + slot) * CHUNKS + chunk), 8)
     return tl.load(
         b_ptr + within[:, None] * slot_columns + columns[None, :],
         mask=rank_mask[:, None] & column_mask[None, :],
@@ -219,7 +219,7 @@ def _add_low_rank(
 @triton.jit
 def _scale_columns(acc, weights_ptr, site, slot, columns, column_mask, slot_columns, CHUNKS: tl.constexpr):
     """acc [BLOCK_M, BLOCK_N] times the adapter's gains, plus its shifts, where it has any."""
-    word = tl.load(site + 4 + 9 * CHUNKS + slot)
+    word = tl.load(site + 4 + 12 * CHUNKS + slot)
     if word != 0:
         gain_ptr = weights_ptr + tl.multiple_of(word >> 1, 8)
         gain = tl.load(gain_ptr + columns, mask=column_mask, other=0.0).to(tl.float32)
@@ -342,7 +342,7 @@ def _shrink_rows_kernel(
     if PDL and rank <= first_chunk * 16:
         tl.extra.cuda.gdc_wait()
     for chunk in range(first_chunk, tl.cdiv(rank, 16), STRIDES):
-        part = tl.load(site + 4 + (6 + slot) * CHUNKS + chunk)
+        part = tl.load(site + 4 + (8 + slot) * CHUNKS + chunk)
         rank_mask = within < part.to(tl.int32)
         a_ptr = weights_ptr + tl.multiple_of(tl.load(site + 4 + slot * CHUNKS + chunk), 8)
         a = tl.load(a_ptr + within[:, None] * K + ks[None, :], mask=rank_mask[:, None] & k_mask[None, :], other=0.0)
@@ -390,7 +390,7 @@ def _shrink_tiles_kernel(
     if num_rows == 0:
         return
     for chunk in range(0, tl.cdiv(rank, 16)):
-        part = tl.load(site + 4 + (6 + slot) * CHUNKS + chunk)
+        part = tl.load(site + 4 + (8 + slot) * CHUNKS + chunk)
         rank_mask = within < part.to(tl.int32)
         a_rows = weights_ptr + tl.multiple_of(tl.load(site + 4 + slot * CHUNKS + chunk), 8) + within[:, None] * K
         acc = tl.zeros((BLOCK_M, 16), tl.float32)

@@ -21,7 +21,7 @@ struct alignas(16) Words4 {
     u32 word[4];
 };
 
-constexpr int FIRST_OFFSET = 4, MAX_SLOTS = 3;  // of an adapter's entry in `sites`
+constexpr int FIRST_OFFSET = 4, MAX_SLOTS = 4;  // of an adapter's entry in `sites`
 
 __device__ __forceinline__ long a_offset(const long* site, int slot, int chunk) {
     return site[FIRST_OFFSET + slot * CHUNKS + chunk];
@@ -236,20 +236,25 @@ constexpr int EXPAND_STAGE = 16 * 128;
 
 extern "C" __global__ void __launch_bounds__(32 * EXPAND_WARPS, 6)
     lora_expand(const float* low_rank, const u8* weights, const long* sites, const Tile* tiles, u8* out, int columns_0,
-                int columns_1, int columns_2, int splits, int stride_site, int stride_row, int stride_split) {
+                int columns_1, int columns_2, int columns_3, int splits, int stride_site, int stride_row, int stride_split) {
     extern __shared__ __align__(128) u8 shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
     u8* s = shared + EXPAND_WARPS * EXPAND_STAGES * EXPAND_STAGE;
     u8* stages = shared + warp * (EXPAND_STAGES * EXPAND_STAGE);
 
-    const int blocks_0 = (columns_0 + EXPAND_OUTPUTS - 1) / EXPAND_OUTPUTS;
-    const int blocks_1 = (columns_1 + EXPAND_OUTPUTS - 1) / EXPAND_OUTPUTS;
-    const int block = blockIdx.x;
-    const int slot = block < blocks_0 ? 0 : block < blocks_0 + blocks_1 ? 1 : 2;
-    const int of_slot = block - (slot == 0 ? 0 : slot == 1 ? blocks_0 : blocks_0 + blocks_1);
-    const int columns = slot == 0 ? columns_0 : slot == 1 ? columns_1 : columns_2;
-    const int begin = slot == 0 ? 0 : slot == 1 ? columns_0 : columns_0 + columns_1;
-    const int width = columns_0 + columns_1 + columns_2;
+    const int widths[MAX_SLOTS] = {columns_0, columns_1, columns_2, columns_3};
+    const int width = columns_0 + columns_1 + columns_2 + columns_3;
+    int slot = 0, of_slot = blockIdx.x, begin = 0, columns = columns_0;
+#pragma unroll
+    for (int i = 0; i + 1 < MAX_SLOTS; i++) {
+        const int blocks = (widths[i] + EXPAND_OUTPUTS - 1) / EXPAND_OUTPUTS;
+        if (slot == i && of_slot >= blocks) {
+            of_slot -= blocks;
+            begin += widths[i];
+            slot = i + 1;
+            columns = widths[i + 1];
+        }
+    }
     const int first_column = of_slot * EXPAND_OUTPUTS + warp * 64;
 
     const int num_tiles = tiles->num_tiles;

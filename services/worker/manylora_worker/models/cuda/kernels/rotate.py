@@ -35,14 +35,14 @@ def _store_kept(at, x, mask, factor, cuts_ptr, FP8: tl.constexpr):
 @triton.jit
 def _rotate_store_kernel(
     qkv_ptr, q_ptr, cache_ptr, tables_ptr, table_rows_ptr, positions_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
-    num_rows_ptr, cuts_ptr, outputs_ptr, tiles_ptr, row_adapters_ptr, low_rank_ptr, weights_ptr, sites_ptr, stride_part,
-    stride_table, stride_block, stride_token, stride_kv, stride_head, stride_low_rank, stride_split, stride_site,
-    eps, key_factor, value_factor, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
+    gates_ptr, num_rows_ptr, cuts_ptr, outputs_ptr, tiles_ptr, row_adapters_ptr, low_rank_ptr, weights_ptr, sites_ptr,
+    stride_part, stride_table, stride_block, stride_token, stride_kv, stride_head, stride_low_rank, stride_split,
+    stride_site, eps, key_factor, value_factor, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr, HEAD_NORM: tl.constexpr,
-    WEIGHT_PLUS_ONE: tl.constexpr, ANGLES_BY_ROW: tl.constexpr, HAS_OUTPUTS: tl.constexpr, HAS_LORA: tl.constexpr,
-    BY_TILE: tl.constexpr, NUM_SLOTS: tl.constexpr, CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr,
-    COLUMNS: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
+    WEIGHT_PLUS_ONE: tl.constexpr, GATED: tl.constexpr, ANGLES_BY_ROW: tl.constexpr, HAS_OUTPUTS: tl.constexpr,
+    HAS_LORA: tl.constexpr, BY_TILE: tl.constexpr, NUM_SLOTS: tl.constexpr, CHUNKS: tl.constexpr,
+    SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr, COLUMNS: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of BLOCK_M rows: its rotated halves `one` and `two`, and the `rest` that is not rotated."""
     head = tl.program_id(0)
@@ -52,22 +52,29 @@ def _rotate_store_kernel(
     offsets = tl.arange(0, BLOCK_M)
     rows = first_row + offsets
     row_mask = offsets < count
-    WIDTH: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
-    start = head * HEAD_DIM
+    QUERIES: tl.constexpr = NUM_HEADS * (2 if GATED else 1)  # heads wide
+    WIDTH: tl.constexpr = (QUERIES + 2 * NUM_KV_HEADS) * HEAD_DIM
+    is_query = head < NUM_HEADS
+    is_gate = head >= NUM_HEADS + 2 * NUM_KV_HEADS
+    is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (not is_gate)
+    is_turned = head < NUM_HEADS + NUM_KV_HEADS
+    own_head = tl.where(is_gate, head - NUM_HEADS - 2 * NUM_KV_HEADS, head)  # of queries and gates
+    place = head
+    if GATED:  # a gate stands behind its query
+        place = tl.where(is_query, 2 * head, tl.where(is_gate, 2 * own_head + 1, head + NUM_HEADS))
+    start = place * HEAD_DIM
     halves = tl.arange(0, BLOCK_HALF)
     half_mask = halves < HALF
     mask = row_mask[:, None] & half_mask[None, :]
     rests = tl.arange(0, BLOCK_REST)
     rest_mask = rests < REST
-    is_query = head < NUM_HEADS
-    is_value = head >= NUM_HEADS + NUM_KV_HEADS
     if PDL and HAS_LORA:
         tl.extra.cuda.gdc_wait()
     position = tl.load(positions_ptr + rows, mask=row_mask, other=0)
     if not ANGLES_BY_ROW:
         angle = position[:, None].to(tl.int64) * HALF + halves[None, :]
-        cos = tl.load(cos_ptr + angle, mask=mask & (not is_value), other=1.0)
-        sin = tl.load(sin_ptr + angle, mask=mask & (not is_value), other=0.0)
+        cos = tl.load(cos_ptr + angle, mask=mask & is_turned, other=1.0)
+        sin = tl.load(sin_ptr + angle, mask=mask & is_turned, other=0.0)
     table = tl.load(table_rows_ptr + rows, mask=row_mask, other=0).to(tl.int64)
     block = tl.load(tables_ptr + table * stride_table + position // BLOCK_SIZE, mask=row_mask, other=0)
     if PDL:
@@ -77,8 +84,8 @@ def _rotate_store_kernel(
         return
     if ANGLES_BY_ROW:  # behind the wait: they are this step's
         angle = rows[:, None].to(tl.int64) * HALF + halves[None, :]
-        cos = tl.load(cos_ptr + angle, mask=mask & (not is_value), other=1.0)
-        sin = tl.load(sin_ptr + angle, mask=mask & (not is_value), other=0.0)
+        cos = tl.load(cos_ptr + angle, mask=mask & is_turned, other=1.0)
+        sin = tl.load(sin_ptr + angle, mask=mask & is_turned, other=0.0)
     row_at = rows[:, None].to(tl.int64) * WIDTH + start
     at = qkv_ptr + row_at
     one = load_product(at + halves[None, :], stride_part, mask, PARTS)
@@ -99,9 +106,10 @@ def _rotate_store_kernel(
             column = start
             slot_columns = slot + WIDTH
         else:
-            slot = tl.where(is_query, 0, tl.where(is_value, 2, 1))
-            column = start - tl.where(is_query, 0, tl.where(is_value, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS) * HEAD_DIM)
-            slot_columns = tl.where(is_query, NUM_HEADS, NUM_KV_HEADS) * HEAD_DIM
+            of_queries = is_query | is_gate
+            slot = tl.where(of_queries, 0, tl.where(is_value, 2, 1))
+            column = start - tl.where(of_queries, 0, tl.where(is_value, QUERIES + NUM_KV_HEADS, QUERIES) * HEAD_DIM)
+            slot_columns = tl.where(of_queries, QUERIES, NUM_KV_HEADS) * HEAD_DIM
         one, two = expand_pair(
             one, two, low_rank_ptr, stride_low_rank, stride_split, weights_ptr, site, slot, slot, rows, row_mask,
             column + halves, column + HALF + halves, half_mask, slot_columns, BLOCK_M, CHUNKS, SPLIT_K, BLOCK_S,
@@ -114,7 +122,7 @@ def _rotate_store_kernel(
                 COLUMNS,
             )  # fmt: skip
     if HEAD_NORM:  # noqa: SIM102 (the one is a constant of the compilation, the other is not)
-        if head < NUM_HEADS + NUM_KV_HEADS:
+        if is_turned:
             total = tl.sum(one * one, 1) + tl.sum(two * two, 1)
             if REST > 0:
                 total += tl.sum(rest * rest, 1)
@@ -135,8 +143,16 @@ def _rotate_store_kernel(
     turned = one * cos - two * sin
     two = two * cos + one * sin
     one = turned
-    if is_query:
-        out = q_ptr + rows[:, None].to(tl.int64) * (NUM_HEADS * HEAD_DIM) + start
+    if GATED:
+        one = tl.where(is_gate, 1.0 / (1.0 + tl.exp(-one)), one)
+        two = tl.where(is_gate, 1.0 / (1.0 + tl.exp(-two)), two)
+        if REST > 0:
+            rest = tl.where(is_gate, 1.0 / (1.0 + tl.exp(-rest)), rest)
+    if is_query | is_gate:
+        out = q_ptr
+        if GATED:
+            out = tl.where(is_gate, gates_ptr, q_ptr)
+        out += rows[:, None].to(tl.int64) * (NUM_HEADS * HEAD_DIM) + own_head * HEAD_DIM
         tl.store(out + halves[None, :], one, mask=mask)
         tl.store(out + HALF + halves[None, :], two, mask=mask)
         if REST > 0:
@@ -174,6 +190,7 @@ def rotate_store(
     lora: LoraRows | None,
     num_slots: int,
     angles_by_row: bool = False,
+    gates: Tensor | None = None,
     scales: tuple[float, float] = (1.0, 1.0),
     cuts: Tensor | None = None,
     pdl: bool,
@@ -188,9 +205,10 @@ def rotate_store(
     num_rows: int32 scalar; rows behind it are left alone.
     scales: see attention.py. cuts: int64 [1], to which what no code of FP8 is large enough for is added.
     lora: of the projection, with `num_slots` 3 (q, k, v) or 1 (a family that fuses them itself).
+    gates: as `q`, written where each query's gate stands behind it: that gate's sigmoid.
     """
     rows = qkv.shape[1]
-    num_all_heads = num_heads + 2 * num_kv_heads
+    num_all_heads = num_heads * (1 if gates is None else 2) + 2 * num_kv_heads
     outputs = None if lora is None else lora.outputs
     lora = lora if outputs is None else None
     by_tile = lora is not None and lora.num_tiles > 0
@@ -206,7 +224,8 @@ def rotate_store(
     grid = (num_all_heads, lora.num_tiles if lora is not None and by_tile else triton.cdiv(rows, block_m))
     _rotate_store_kernel[grid](
         qkv, q, cache, tables, table_rows, positions, cos, sin, any_tensor if q_norm is None else q_norm,
-        any_tensor if k_norm is None else k_norm, num_rows, num_rows if cuts is None else cuts,
+        any_tensor if k_norm is None else k_norm, q if gates is None else gates, num_rows,
+        num_rows if cuts is None else cuts,
         any_tensor if outputs is None else outputs,
         **expand_arguments(lora, num_rows), tiles_ptr=num_rows if lora is None else lora.tiles,
         stride_part=qkv.stride(0), stride_table=tables.stride(0), stride_block=layout.stride_block,
@@ -216,8 +235,9 @@ def rotate_store(
         BLOCK_HALF=max(16, triton.next_power_of_2(half)), REST=rest,
         BLOCK_REST=max(16, triton.next_power_of_2(max(rest, 1))), BLOCK_SIZE=layout.block_size, BLOCK_M=block_m,
         PARTS=qkv.shape[0], HEAD_NORM=q_norm is not None, WEIGHT_PLUS_ONE=weight_plus_one,
-        ANGLES_BY_ROW=angles_by_row, HAS_OUTPUTS=outputs is not None, BY_TILE=by_tile, NUM_SLOTS=num_slots,
-        FP8=cache.dtype.itemsize == 1, PDL=pdl, num_warps=1 if block_m <= 2 or by_tile else 4, launch_pdl=pdl,
+        GATED=gates is not None, ANGLES_BY_ROW=angles_by_row, HAS_OUTPUTS=outputs is not None, BY_TILE=by_tile,
+        NUM_SLOTS=num_slots, FP8=cache.dtype.itemsize == 1, PDL=pdl,
+        num_warps=1 if block_m <= 2 or by_tile else 4, launch_pdl=pdl,
     )  # fmt: skip
 
 
