@@ -29,8 +29,8 @@ class Floor:
     def step_bytes(
         self, rows: int, context: int, adapters: Iterable[tuple[HostAdapter, int]], rows_of_each: float
     ) -> float:
-        """Weights, KV, states and distinct adapters with their sizes; of experts those that rows reach which go to them at
-        random.
+        """Weights, KV, states and distinct adapters with their sizes; of experts those that rows reach which go to
+        them at random.
         """
         total: float = self._weight_bytes + rows * context * self.token_bytes
         state = self._loaded.spec.kv.state
