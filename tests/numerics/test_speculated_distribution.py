@@ -54,8 +54,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its distribution is uneven, and another behind each token."""
     torch.manual_seed(5)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2, pad_token_id=None, bos_token_id=None,
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.2, pad_token_id=None, bos_token_id=None,
         eos_token_id=None,
     )  # fmt: skip
     made = LlamaForCausalLM(config)
