@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.numerics.conftest import FamilyOf
+from tests.numerics.adapters import FP8_SLACK
+from tests.numerics.conftest import KV_IN_FP8, FamilyOf
 from tests.numerics.two_ranks import SHARED_FAMILIES, check_fight, check_logprobs, shared_by_two
 
 pytestmark = [
@@ -25,6 +26,10 @@ pytestmark = [
 @pytest.mark.parametrize("name", SHARED_FAMILIES)
 def test_logprobs_are_the_references(family_of: FamilyOf, name: str, tmp_path: Path) -> None:
     check_logprobs(family_of(name), tmp_path, "cuda", 1e-3)
+
+
+def test_logprobs_of_kv_in_fp8(family_of: FamilyOf, tmp_path: Path) -> None:
+    check_logprobs(family_of("llama" + KV_IN_FP8), tmp_path, "cuda", FP8_SLACK, block_size=64)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
