@@ -13,7 +13,7 @@ from manylora_worker.models.layers.lora_linear import LoraCosts, LoraPlanner
 from manylora_worker.models.torch.decoder import trusted_weights
 from manylora_worker.models.torch.model_runner import TorchModelRunner
 
-from tests.numerics.conftest import FamilyOf
+from tests.numerics.conftest import KV_IN_FP8, FamilyOf
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
@@ -59,9 +59,18 @@ def guesses(loaded: loader.LoadedModel, *, compiled: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=[needs_interpreter, pytest.mark.slow]), DEVICES[1]])
-def test_guesses_are_those_of_the_reference(family_of: FamilyOf, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["llama", "llama" + KV_IN_FP8])
+def test_guesses_are_those_of_the_reference(
+    family_of: FamilyOf, name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loader, "can_pack", lambda *_: False)
-    family = family_of("llama")
-    expected = guesses(loader.load_model(str(family.folder)), compiled=False)
-    assert guesses(loader.load_model(str(family.folder), device=device), compiled=True) == expected
+    family = family_of(name)
+
+    def loaded(device: str) -> loader.LoadedModel:
+        found = loader.load_model(str(family.folder), device=device)
+        kv = replace(found.spec.kv, scales=family.loaded.spec.kv.scales)
+        return replace(found, spec=replace(found.spec, kv=kv))
+
+    expected = guesses(loaded("cpu"), compiled=False)
+    assert guesses(loaded(device), compiled=True) == expected
     assert expected == family.reference.greedy(list(PROMPT), None, 2 * NUM_GUESSES)

@@ -20,8 +20,8 @@ from manylora_worker.models.loader import load_model
 from manylora_worker.planning.step_planner import PlannerLimits
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.numerics.adapters import Reference, recipes, save_adapter
-from tests.numerics.conftest import Family, FamilyOf
+from tests.numerics.adapters import FP8_SLACK, Reference, recipes, save_adapter
+from tests.numerics.conftest import KV_IN_FP8, Family, FamilyOf
 from tests.numerics.families import VOCAB_SIZE
 from tests.numerics.quantizing import shipped_family
 from tests.numerics.two_ranks import SHARED_FAMILIES, check_fight, check_logprobs, shared_by_two
@@ -35,6 +35,10 @@ pytestmark = [
 @pytest.mark.parametrize("name", SHARED_FAMILIES)
 def test_logprobs_are_the_references(family_of: FamilyOf, name: str, tmp_path: Path) -> None:
     check_logprobs(family_of(name), tmp_path, "cuda", 1e-3)
+
+
+def test_logprobs_of_kv_in_fp8(family_of: FamilyOf, tmp_path: Path) -> None:
+    check_logprobs(family_of("llama" + KV_IN_FP8), tmp_path, "cuda", FP8_SLACK, block_size=64)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])

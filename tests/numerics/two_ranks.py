@@ -97,7 +97,7 @@ def check_logprobs(family: Family, store: Path, device: str, tolerance: float, *
             core.take_ended()
     for i, (name, prompt) in enumerate(wanted):
         got = tokens[f"{i}"]
-        assert got == family.reference.greedy(prompt, name, MAX_TOKENS), (name, len(prompt))
+        assert family.reference.allows(prompt, name, got), (name, len(prompt))
         expected = torch.log_softmax(family.reference.logits(prompt + got[:-1], name)[len(prompt) - 1 :], -1)
         for row, found in zip(expected, logprobs[f"{i}"], strict=True):
             assert found == pytest.approx({token: float(row[token]) for token in found}, abs=tolerance)
