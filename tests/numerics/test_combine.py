@@ -29,6 +29,17 @@ def test_parts_are_added_up_for_the_rows_that_are_there(device: str, parts: int,
     assert bool((out[4] == 7.0).all())
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_product_is_added_behind_its_rows_gates(device: str) -> None:
+    product, gates = torch.randn(2, 5, 72, device=device), torch.randn(5, 1, device=device)
+    before = torch.randn(5, 72, device=device)
+    out, num_rows = before.clone(), torch.tensor(4, dtype=torch.int32, device=device)
+    combine(product, out, num_rows=num_rows, lora=None, gates=gates, pdl=False)
+    expected = before + gates.sigmoid() * product.sum(0)
+    torch.testing.assert_close(out[:4], expected[:4], atol=1e-5, rtol=1e-4)
+    assert torch.equal(out[4], before[4])
+
+
 def check_two_ranks(family_of: FamilyOf, name: str, device: str, folder: Path) -> None:
     family = family_of(name)
     names = ["patterns", "all-linear"]

@@ -26,7 +26,7 @@ from manylora_worker.models.quantized.fp8 import quantize
 from manylora_worker.planning.step_planner import PlannerLimits
 from manylora_worker.weights.layout import HostAdapter, elements_of, lay_out
 from manylora_worker.weights.source import read_adapter
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Config
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Config, Qwen3_5TextConfig
 
 from tests.numerics.adapters import FP8_SLACK
 from tests.numerics.conftest import KV_IN_FP8, Family, FamilyOf
@@ -51,6 +51,10 @@ WITHOUT_KERNELS = ("olmo2", "olmo3", "ministral3")
 ON_DEVICE = [*(name for name in FAMILIES if name not in WITHOUT_KERNELS), "qwen3_5_text"]
 TOLERANCE = 1e-3
 FP8_FAMILIES = [name + KV_IN_FP8 for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")]
+ROPE = {
+    "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}  # fmt: skip
 
 
 def make_device_runner(
@@ -399,7 +403,7 @@ def test_real_shapes_in_bfloat16(quantization: Literal["none", "fp8"]) -> None:
         pytest.param("cuda", marks=pytest.mark.gpu),
     ],
 )
-@pytest.mark.parametrize("shape", ["gated", "fused", "post norms"])
+@pytest.mark.parametrize("shape", ["gated", "fused", "post norms", "delta net"])
 def test_cuda_tiles_in_the_decoder(shape: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of lora_tiles.cu between the others, against the same runner with Triton's alone.
 
@@ -420,6 +424,17 @@ def test_cuda_tiles_in_the_decoder(shape: str, device: str, monkeypatch: pytest.
         "gated": lambda: LlamaConfig(**sizes),
         "fused": lambda: Phi3Config(**sizes, pad_token_id=0),
         "post norms": lambda: Gemma2Config(**sizes, head_dim=16, query_pre_attn_scalar=16),
+        "delta net": lambda: Qwen3_5TextConfig(
+            **{**sizes, "num_hidden_layers": 2},
+            head_dim=16,
+            pad_token_id=0,
+            linear_num_key_heads=2,
+            linear_num_value_heads=8,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            layer_types=["linear_attention", "full_attention"],
+            rope_parameters=ROPE,
+        ),
     }[shape]()
     torch.manual_seed(0)
     register_attention()

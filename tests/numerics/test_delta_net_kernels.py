@@ -161,5 +161,6 @@ def test_gated_norm(device: str) -> None:
     gated_norm(x, case.product, out, weight=weight, eps=1e-5, shape=shape, num_rows=case.num_rows, pdl=False)
     gate = case.product[:, shape.channels : shape.channels + shape.values]
     by_head = F.rms_norm(x.unflatten(1, (-1, shape.value_dim)), (shape.value_dim,), weight, 1e-5)
-    torch.testing.assert_close(out[: case.rows], (by_head.flatten(1) * F.silu(gate))[: case.rows])
+    expected = (by_head.flatten(1) * F.silu(gate))[: case.rows]
+    torch.testing.assert_close(out[: case.rows], expected, atol=1e-5, rtol=1e-4)
     assert bool((out[case.rows :] == 7.0).all())

@@ -46,7 +46,7 @@ from manylora_worker.models.cuda.pending_step import Draws, PendingStep
 from manylora_worker.models.cuda.sampler_rows import SamplerRows, bars_on_device
 from manylora_worker.models.cuda.step_packing import PackedStep, StepPacker
 from manylora_worker.models.cuda.step_tables import StepTables, to_device
-from manylora_worker.models.decoder_weights import DecoderWeights, DenseMlp
+from manylora_worker.models.decoder_weights import DecoderLayer, DecoderWeights, DenseMlp
 from manylora_worker.models.drafts.drafter import Drafter
 from manylora_worker.models.layers.host_kv import TensorHostKv
 from manylora_worker.models.layers.kv_cache import KvCache
@@ -73,13 +73,19 @@ def activation_bytes(loaded: LoadedModel, weights: DecoderWeights, limits: Devic
     # Scores, penalties, a bias and, while logprobs are taken, two distributions: float32 of the vocabulary each.
     sampler = rows * vocab_size * 4 * 5
     graphs = sum(1 for _ in decode_shapes(rows)) + sum(1 for _ in mixed_shapes(limits.max_rows, rows))
-    layers = sum(1 if isinstance(layer.mlp, DenseMlp) else _GRAPHS_OF_EXPERTS for layer in weights.layers)
+    layers = sum(map(_kernels_share, weights.layers))
     return decoder + sampler + graphs * layers * _GRAPH_BYTES_A_LAYER + _WORKSPACE_BYTES
 
 
 _GRAPH_BYTES_A_LAYER = 400_000  # measured: 337 graphs of 32 layers take 3.4 GiB
-_GRAPHS_OF_EXPERTS = 2  # a layer of experts has about twice the kernels
 _WORKSPACE_BYTES = 1 << 30  # kernels, and cuBLAS' workspaces
+
+
+def _kernels_share(layer: DecoderLayer) -> int:
+    """Of a dense layer's kernels: a layer of experts has about twice as many, and more beside a shared one."""
+    if isinstance(layer.mlp, DenseMlp):
+        return 1
+    return 2 if layer.mlp.shared is None else 3
 
 
 _Result = TypeVar("_Result")

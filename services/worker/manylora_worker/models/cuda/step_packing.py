@@ -90,6 +90,7 @@ class StepPacker:
             chunk, adapter = chunks[i], adapter_slots[i]
             start, count = chunk.start_position, len(chunk.token_ids)
             assert count > 0
+            assert not (self._state_blocks and chunk.num_guesses), "a state cannot be taken back"
             slot = self._slots.take(chunk, self._block_size, updates)
             sequences.append((row, count, start, slot))
             if count == 1:
