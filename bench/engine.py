@@ -153,7 +153,7 @@ class Bench:
         mixes_ranks = bool({"mixed-rank", "decode-composed", "decode-kinds"} & set(options.cases.split(",")))
         largest = max(options.rank, 32 if mixes_ranks else 0)
         adapter_bytes = make_adapter(self.loaded, 0, largest, options.expert_rank).size_bytes
-        num_adapter = int((2.4 if mixes_ranks else 1.2) * options.adapters * adapter_bytes / block_bytes) + 64
+        num_adapter = int((2.4 if mixes_ranks else 1.5) * options.adapters * adapter_bytes / block_bytes) + 64
         cache = KvCache(
             spec.kv, num_blocks=num_kv + num_adapter, block_size=options.block_size, dtype=torch.bfloat16,
             device=self.loaded.device,

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from bitsandbytes.nn import Linear4bit
 from manylora_worker.models.checkpoint import ModelRefused, sampling_defaults
 from manylora_worker.models.loader import load_model
 from manylora_worker.models.torch.decoder import trusted_weights
@@ -137,6 +136,7 @@ def test_quantized_weights_are_refused(
 
 
 def in_nf4(folder: Path, *, double: bool, compute: torch.dtype) -> PreTrainedModel:
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     options = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double, bnb_4bit_compute_dtype=compute
     )
@@ -144,7 +144,7 @@ def in_nf4(folder: Path, *, double: bool, compute: torch.dtype) -> PreTrainedMod
         folder, quantization_config=options, device_map={"": "cpu"}, dtype=torch.float32
     )
     for module in model.modules():
-        if isinstance(module, Linear4bit):
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
             module.support_avx512bf16_for_cpu = False
     return model
 

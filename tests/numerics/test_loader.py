@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from bitsandbytes.functional import dequantize_4bit
-from bitsandbytes.nn import Linear4bit
 from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.loader import load_model
 from transformers import (
@@ -128,6 +126,7 @@ def test_models_that_are_no_causal_language_models(tmp_path: Path) -> None:
 
 def test_nf4_equals_the_dequantized_model(family_of: FamilyOf) -> None:
     """The 4-bit engine against transformers' own 4-bit model, and one layer against its weight dequantized."""
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     family = family_of("llama")
     loaded = load_model(str(family.folder), quantization="nf4")
     driver = Driver(make_runner(loaded))
@@ -142,7 +141,7 @@ def test_nf4_equals_the_dequantized_model(family_of: FamilyOf) -> None:
         family.folder, quantization_config=options, device_map={"": "cpu"}, dtype=torch.float32
     )
     for module in quantized.modules():
-        if isinstance(module, Linear4bit):
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
             module.support_avx512bf16_for_cpu = False  # its repacking fails on these shapes
     with torch.no_grad():
         expected = quantized(torch.tensor([prompt])).logits[0, -1]
@@ -150,7 +149,7 @@ def test_nf4_equals_the_dequantized_model(family_of: FamilyOf) -> None:
     assert not torch.allclose(adapted, base, atol=1e-2)
     layer = loaded.model.get_submodule("model.layers.0.self_attn.q_proj").base
     x = torch.randn(5, 64)
-    weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    weight = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
     torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, weight), atol=1e-6, rtol=0)
 
 
