@@ -54,9 +54,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its distribution is uneven, and another behind each token."""
     torch.manual_seed(5)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.2, pad_token_id=None, bos_token_id=None,
-        eos_token_id=None,
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.13, pad_token_id=None,
+        bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     made = LlamaForCausalLM(config)
     folder = tmp_path_factory.mktemp("four-tokens")
@@ -147,7 +147,7 @@ def test_answers_follow_the_models_distribution(
 ) -> None:
     got, guessed, right = answered(model, draft, tmp_path, kind, device)
     assert len(got) == ANSWERS
-    assert 0.1 * guessed < right < 0.7 * guessed, "both kinds of guesses are to be judged often"
+    assert 0.05 * guessed < right < 0.7 * guessed, "both kinds of guesses are to be judged often"
     assert guessed > ANSWERS / 4
     assert excess(got, exact(kind[1])) < TOO_FAR
     plain, none, _ = answered(model, draft, tmp_path, (TenantShare(), kind[1]), device, count=400)
