@@ -47,9 +47,6 @@ def pages(lengths: list[int], shape: AttentionShape, scales: tuple[float, float]
         for first in range(0, length, BLOCK_SIZE):
             part = codes[:, first : first + BLOCK_SIZE]
             cache[tables[sequence, first // BLOCK_SIZE], :, : part.shape[1]] = part
-        # tiles are read whole: a step clears what it leaves of a block
-        last = cache[tables[sequence, (length - 1) // BLOCK_SIZE]]
-        last.copy_(last.nan_to_num())
         written.append(codes * torch.tensor(scales).view(2, 1, 1, 1))
     return cache.flatten().to(dtype), tables, written
 
