@@ -122,7 +122,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "olmo3": lambda: Olmo3Config(
         **_SHAPE, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
     ),
-    "seed_oss": lambda: SeedOssConfig(**_SHAPE, head_dim=24, attention_bias=True),
+    "seed_oss": lambda: SeedOssConfig(**_SHAPE, head_dim=24, attention_bias=True, attention_out_bias=True),
 }  # fmt: skip
 
 

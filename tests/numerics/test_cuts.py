@@ -8,10 +8,10 @@ from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.quantized.fp8 import joined as fp8_joined
 from manylora_worker.models.quantized.install import ShippedCodes
 from manylora_worker.models.quantized.int4 import joined as int4_joined
-from manylora_worker.models.ranks.cuts import check_cuts, cut_codes, is_summed
+from manylora_worker.models.ranks.cuts import check_cuts, cut_codes, is_summed, own_outputs
 from manylora_worker.weights.packing import ModuleWeights, Packing, StoredMatrix
 from manylora_worker.weights.sites import Site, Slot
-from transformers import LlamaConfig, Phi3Config
+from transformers import LlamaConfig, Olmo2Config
 
 KNOWN = frozenset({"llama"})
 
@@ -23,14 +23,29 @@ def test_what_does_not_divide_is_named_with_its_number() -> None:
         check_cuts(config, 4, KNOWN)
     with pytest.raises(ModelRefused, match=r"5: does not divide num_attention_heads 12 and num_key_value_heads 6$"):
         check_cuts(config, 5, KNOWN)
-    with pytest.raises(ModelRefused, match="model_type phi3 is not one"):
-        check_cuts(Phi3Config(), 2, KNOWN)
+    with pytest.raises(ModelRefused, match="model_type olmo2 is not one"):
+        check_cuts(Olmo2Config(), 2, KNOWN)
 
 
 def test_only_layers_that_write_the_residual_stream_are_summed() -> None:
     assert is_summed("model.layers.0.self_attn.o_proj")
     assert is_summed("model.layers.0.mlp.down_proj")
     assert not is_summed("model.layers.0.mlp.up_proj")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_fused_layers_each_part_is_cut_by_itself(rank: int) -> None:
+    config = LlamaConfig(num_attention_heads=8, num_key_value_heads=2, intermediate_size=10)
+
+    def own(leaf: str, outputs: int) -> list[int]:
+        ranges = own_outputs(f"model.layers.0.{leaf}", outputs, config, _Ranks(rank))  # type: ignore[arg-type]
+        return [output for each in ranges for output in each]
+
+    heads = [*range(4 * rank, 4 * rank + 4), 8 + rank, 10 + rank]  # of queries, of keys, of values
+    assert own("self_attn.qkv_proj", 12 * 3) == [3 * head + i for head in heads for i in range(3)]
+    assert own("mlp.gate_up_proj", 20) == [*range(5 * rank, 5 * rank + 5), *range(10 + 5 * rank, 15 + 5 * rank)]
+    assert own("self_attn.k_proj", 6) == list(range(3 * rank, 3 * rank + 3))
+    assert own("mlp.down_proj", 7) == list(range(7))
 
 
 class _Ranks:
@@ -54,10 +69,13 @@ def test_codes_are_cut_as_their_weights_are(groups: int) -> None:
         return fp8_joined([parts], shipped.inputs_of_scale, torch.device("cpu")).dequantized(torch.float32)
 
     for parts in (int4, fp8):
-        whole = ShippedCodes({"up_proj": parts, "down_proj": parts}, 0 if groups == 1 else size)
-        ranks = [cut_codes(whole, _Ranks(rank)) for rank in range(2)]  # type: ignore[arg-type]
+        whole = ShippedCodes({"up_proj": parts, "qkv_proj": parts, "down_proj": parts}, 0 if groups == 1 else size)
+        config = LlamaConfig(num_attention_heads=2, num_key_value_heads=2, intermediate_size=6)
+        ranks = [cut_codes(whole, config, _Ranks(rank)) for rank in range(2)]  # type: ignore[arg-type]
         expected = rebuilt("up_proj", whole)
         assert torch.equal(torch.cat([rebuilt("up_proj", each) for each in ranks]), expected)
+        by_parts = torch.stack([rebuilt("qkv_proj", each) for each in ranks], 1).flatten(0, 1)
+        assert torch.equal(by_parts, expected)
         assert torch.equal(torch.cat([rebuilt("down_proj", each) for each in ranks], 1), expected)
 
 
@@ -66,7 +84,7 @@ def test_an_adapter_is_cut_as_its_layers_are(offset: int) -> None:
     """B by the outputs of a column-cut layer, A by the inputs of a row-cut one; the other matrix is whole."""
     generator = torch.Generator().manual_seed(1)
     content, modules, whole = torch.zeros(offset, dtype=torch.uint8), {}, {}
-    for path, inputs, outputs in (("up", 4, 6), ("down", 6, 4)):
+    for path, inputs, outputs in (("up", 4, 6), ("gate_up", 4, 12), ("down", 6, 4)):
         a, b = torch.randn(3, inputs, generator=generator), torch.randn(outputs, 3, generator=generator)
         places = []
         for matrix in (a, b):
@@ -74,15 +92,18 @@ def test_an_adapter_is_cut_as_its_layers_are(offset: int) -> None:
             content = torch.cat([content, matrix.view(torch.uint8).flatten()])
         modules[path], whole[path] = ModuleWeights(places[0], places[1], 2.0), (a, b)
     for rank in range(2):
+        mine, of_up = range(3 * rank, 3 * rank + 3), range(6 + 3 * rank, 9 + 3 * rank)
         sites = [
-            Site(0, 4, (Slot("up", 0, 3, first_output=3 * rank),)),
-            Site(1, 3, (Slot("down", 0, 4),), first_input=3 * rank),
+            Site(0, 4, (Slot("up", 0, 3, (mine,)),)),
+            Site(1, 4, (Slot("gate_up", 0, 6, (mine, of_up)),)),
+            Site(2, 3, (Slot("down", 0, 4),), first_input=3 * rank),
         ]
         packed = Packing.of({}, modules, sites, torch.float32)
         adapter = packed.pack(content, "u", lambda count, dtype: torch.empty(count, dtype=dtype))  # type: ignore[arg-type]
-        up, down = adapter.on(torch.device("cpu")).sites.values()
-        mine = slice(3 * rank, 3 * rank + 3)
+        up, gate_up, down = adapter.on(torch.device("cpu")).sites.values()
         assert torch.equal(up.a_t.t(), whole["up"][0])
         assert torch.equal(up.slots[0].b, 2 * whole["up"][1][mine].t())
+        assert torch.equal(gate_up.a_t.t(), whole["gate_up"][0])
+        assert torch.equal(gate_up.slots[0].b, 2 * whole["gate_up"][1][[*mine, *of_up]].t())
         assert torch.equal(down.a_t.t(), whole["down"][0][:, mine])
         assert torch.equal(down.slots[0].b, 2 * whole["down"][1].t())

@@ -69,9 +69,11 @@ def test_two_ranks_have_the_weights_of_one(family_of: FamilyOf, tmp_path: Path) 
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", ["fp8-16", "fp8-channel", "fp8-tensor"])
-def test_two_ranks_keep_what_is_shipped(family_of: FamilyOf, tmp_path: Path, name: str) -> None:
-    family = shipped_family(family_of("llama"), tmp_path / "tiny-llama", name)
+@pytest.mark.parametrize(
+    ("model", "name"), [("llama", "fp8-16"), ("llama", "fp8-channel"), ("llama", "fp8-tensor"), ("phi3", "fp8-16")]
+)
+def test_two_ranks_keep_what_is_shipped(family_of: FamilyOf, tmp_path: Path, model: str, name: str) -> None:
+    family = shipped_family(family_of(model), tmp_path / f"tiny-{model}", name)
     check_logprobs(family, tmp_path, "cpu", 1e-3, quantization="fp8")
 
 

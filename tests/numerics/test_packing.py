@@ -81,4 +81,4 @@ def test_few_kinds_with_very_many_matrices_are_kept(monkeypatch: pytest.MonkeyPa
 
 
 def _copy() -> packing_module._Copy:
-    return packing_module._Copy(torch.float32, (1, 1), (1, 1), 0, 0, 1.0, True)
+    return packing_module._Copy(torch.float32, (1, 1), (1, 1), 0, 0, 1, 1.0, True)

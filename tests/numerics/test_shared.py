@@ -14,7 +14,8 @@ from manylora_worker.models.ranks.shared import SharedBackend, SharedRunner
 from tests.numerics.conftest import KV_IN_FP8, FamilyOf
 from tests.numerics.two_ranks import SHARED_FAMILIES, check_fight, check_logprobs, shared_by_two
 
-EACH = [pytest.param(name, marks=() if name == "llama" else pytest.mark.wide) for name in SHARED_FAMILIES]
+ORDINARY = ("llama", "phi3")
+EACH = [pytest.param(name, marks=() if name in ORDINARY else pytest.mark.wide) for name in SHARED_FAMILIES]
 
 
 @pytest.mark.parametrize("name", EACH)

@@ -20,6 +20,7 @@ from manylora_worker.memory.prefix_cache import PrefixKeys, PrefixOptions
 from manylora_worker.models.build import build_engine
 from manylora_worker.models.layers.kv_cache import MIB
 from manylora_worker.models.parts import EngineParts
+from manylora_worker.models.ranks import cuts
 from manylora_worker.planning.step_planner import PlannerLimits
 
 from tests.numerics.conftest import Family
@@ -27,7 +28,7 @@ from tests.numerics.driver import composed
 from tests.numerics.families import VOCAB_SIZE
 from tests.numerics.test_swaps_against_peft import NUM_BLOCKS, asked, fight
 
-SHARED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
+SHARED_FAMILIES = tuple(sorted(cuts.SHARED_FAMILIES))
 MAX_TOKENS = 12
 TOP = 8
 

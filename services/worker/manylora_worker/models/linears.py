@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from manylora_worker.models.layers.lora_linear import FusedMember, FusedProjection, LoraLinear, LoraSwitch
 from manylora_worker.models.layers.packed_linear import WORTH_PACKING, PackedLinear
-from manylora_worker.models.ranks.cuts import is_summed
+from manylora_worker.models.ranks.cuts import is_summed, own_outputs
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.weights.sites import Site, Slot
 
@@ -64,16 +64,20 @@ def install_linears(
     group: RankGroup | None,
 ) -> list[Site]:
     # every linear layer except the head becomes a LoraLinear, fused where the table says so
-    rank = 0 if group is None else group.rank
     heads = head_modules_of(model)
     roles = FUSED_PROJECTIONS.get(model.config.get_text_config().model_type, {}) if fused else {}
+
+    def own(path: str) -> tuple[range, ...]:
+        return () if group is None else own_outputs(path, modules[path][1], model.config, group)
+
     sites: list[Site] = []
     done: set[str] = set(heads)
     for path in [path for path, _ in model.named_modules()]:  # a list of modules would keep all weights to its end
         for members in roles.get(path.rpartition(".")[2], ()):
             if not set(members) <= {name for name, _ in model.get_submodule(path).named_children()}:
                 continue  # a layer of experts, whose family has plain ones, too
-            sites.append(_fuse(model.get_submodule(path), path, members, len(sites), switch, rank))
+            outputs = [own(f"{path}.{member}") for member in members]
+            sites.append(_fuse(model.get_submodule(path), path, members, len(sites), switch, outputs))
             done |= {f"{path}.{member}" for member in members}
     for path, (in_features, _) in modules.items():
         if path not in done:
@@ -81,8 +85,8 @@ def install_linears(
             parent = model.get_submodule(parent_path)
             linear = getattr(parent, leaf)
             here = linear_modules(parent)[leaf]
-            first_input = rank * here[0] if here[0] < in_features else 0
-            site = Site(len(sites), here[0], (Slot(path, 0, here[1]),), first_input)
+            first_input = group.rank * here[0] if group is not None and here[0] < in_features else 0
+            site = Site(len(sites), here[0], (Slot(path, 0, here[1], own(path)),), first_input)
             reduce = group.all_reduce if group is not None and is_summed(path) else None
             setattr(parent, leaf, LoraLinear(linear, site, switch, reduce))
             sites.append(site)
@@ -90,11 +94,14 @@ def install_linears(
 
 
 def _fuse(
-    parent: nn.Module, parent_path: str, members: Sequence[str], index: int, switch: LoraSwitch, rank: int
+    parent: nn.Module,
+    parent_path: str,
+    members: Sequence[str],
+    index: int,
+    switch: LoraSwitch,
+    outputs: Sequence[tuple[range, ...]],
 ) -> Site:
-    """Replaces `members` by one product over the same input, and frees their weights. All of a rank's members are cut
-    by their outputs, or there is one rank.
-    """
+    """Replaces `members` by one product over the same input, and frees their weights. outputs: Slot.outputs of each."""
     layers = [getattr(parent, member) for member in members]
     biases = [layer.bias for layer in layers]
     assert all(type(layer) is nn.Linear for layer in layers)
@@ -109,8 +116,8 @@ def _fuse(
         fused.bias = nn.Parameter(torch.cat(parts), requires_grad=False)
     slots = []
     start = 0
-    for member, layer in zip(members, layers, strict=True):
-        slots.append(Slot(f"{parent_path}.{member}", start, start + layer.out_features, rank * layer.out_features))
+    for member, layer, own in zip(members, layers, outputs, strict=True):
+        slots.append(Slot(f"{parent_path}.{member}", start, start + layer.out_features, own))
         start += layer.out_features
     site = Site(index, fused.in_features, tuple(slots))
     projection = FusedProjection(LoraLinear(fused, site, switch))

@@ -221,7 +221,7 @@ def load_model(
     modules = linear_modules(model)
     if group is not None:
         cut_linears(model, group)
-        codes = codes and cut_codes(codes, group)
+        codes = codes and cut_codes(codes, model.config, group)
         model = model.to(device)
     loaded = prepare_model(
         model,

@@ -77,6 +77,7 @@ class _Copy(NamedTuple):
     strides: tuple[int, int]
     first_byte: int
     start: int  # in elements of the buffer
+    columns: int  # of the matrix there
     scale: float
     is_scaled_there: bool  # a product of two such numbers is rounded once there, as from float32
 
@@ -115,37 +116,33 @@ class Packing:
                     continue
                 stored_a, stored_b, scale = own
                 a_start = placed.a.start + start * placed.a.columns
-                a_shape, b_shape = (stored_a.rows, placed.a.columns), (stored_a.rows, b.columns)
+                a_shape = (stored_a.rows, placed.a.columns)
                 a_first = stored_a.first_byte + site.first_input * stored_a.dtype.itemsize
-                b_first = site.slots[slot].first_output * stored_b.strides[0] * stored_b.dtype.itemsize
-                is_scaled_there = stored_b.dtype is dtype and _is_exact(scale, dtype)
-                copies += (
-                    _Copy(stored_a.dtype, a_shape, stored_a.strides, a_first, a_start, 1.0, True),
-                    _Copy(
-                        stored_b.dtype,
-                        b_shape,
-                        stored_b.strides[::-1],
-                        stored_b.first_byte + b_first,
-                        b.start,
-                        scale,
-                        is_scaled_there,
-                    ),
+                copies.append(
+                    _Copy(stored_a.dtype, a_shape, stored_a.strides, a_first, a_start, placed.a.columns, 1.0, True)
                 )
+                is_scaled_there = stored_b.dtype is dtype and _is_exact(scale, dtype)
+                b_start = b.start
+                for outputs in site.slots[slot].outputs or (range(b.columns),):
+                    b_first = stored_b.first_byte + outputs.start * stored_b.strides[0] * stored_b.dtype.itemsize
+                    b_shape, strides = (stored_b.columns, len(outputs)), stored_b.strides[::-1]
+                    copies.append(
+                        _Copy(stored_b.dtype, b_shape, strides, b_first, b_start, b.columns, scale, is_scaled_there)
+                    )
+                    b_start += len(outputs)
         slots = {slot.path: (site.index, i) for site in sites for i, slot in enumerate(site.slots)}
         width = tokens[0].stored.columns if tokens else 0
         placed_tokens = place_tokens([each[:3] for each in tokens], layout, width)
         for token, rows in zip(tokens, placed_tokens, strict=True):
             stored = token.stored
             shape = (stored.rows, width)
-            copies.append(_Copy(stored.dtype, shape, stored.strides, stored.first_byte, rows.placed.start, 1.0, True))
+            start = rows.placed.start
+            copies.append(_Copy(stored.dtype, shape, stored.strides, stored.first_byte, start, width, 1.0, True))
         wanted = [(each.kind, *slots[each.path]) for each in vectors]
         placed_vectors = place_vectors(wanted, layout, sites, placed_tokens)
         for vector, found in zip(vectors, placed_vectors, strict=True):
-            shape, stored = (1, found.placed.columns), vector.stored
-            first = sites[found.site].slots[found.slot].first_output * stored.dtype.itemsize
-            copies.append(
-                _Copy(stored.dtype, shape, (1, 1), stored.first_byte + first, found.placed.start, vector.scale, False)
-            )
+            stored, start, width = vector.stored, found.placed.start, found.placed.columns
+            copies.append(_Copy(stored.dtype, (1, width), (1, 1), stored.first_byte, start, width, vector.scale, False))
         return cls(config, layout, dtype, copies, Extras(rope, placed_tokens, placed_vectors), is_padded)
 
     def pack(self, content: Tensor, uid: AdapterUid, allocate: Callable[[int, torch.dtype], Tensor]) -> HostAdapter:
@@ -159,7 +156,7 @@ class Packing:
         sources: list[Tensor] = []
         targets: list[Tensor] = []
         scaled: dict[float, list[Tensor]] = defaultdict(list)
-        for dtype, shape, strides, first_byte, start, scale, is_scaled_there in self.copies:
+        for dtype, shape, strides, first_byte, start, width, scale, is_scaled_there in self.copies:
             rows, columns = shape
             first, rest = divmod(first_byte, dtype.itemsize)
             if rest == 0:
@@ -173,7 +170,7 @@ class Packing:
                     .view(dtype)
                     .as_strided(shape, strides)
                 )
-            target = buffer.as_strided(shape, (columns, 1), origin + start)
+            target = buffer.as_strided(shape, (width, 1), origin + start)
             if scale != 1.0:
                 if is_scaled_there:
                     scaled[scale].append(target)

@@ -25,7 +25,7 @@ class Slot:
     path: str
     start: int
     stop: int
-    first_output: int = 0  # of the layer's outputs: the one in column `start`
+    outputs: tuple[range, ...] = ()  # of the layer's, those in its columns, part by part; empty: all of them
 
 
 @dataclass(frozen=True)

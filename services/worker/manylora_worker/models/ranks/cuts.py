@@ -3,13 +3,14 @@
 Layers that read the residual stream are cut by their outputs (whole heads; columns of gate and up), those that write
 it by their inputs, so a decoder layer sums twice over the ranks. An adapter is cut alike (weights/packing.py): its
 share of an output joins the layer's own sum. The output head is cut by the vocabulary and gathered: whole on each rank
-it would be a tenth of what a step reads. Embeddings and norms are whole.
+it would be a tenth of what a step reads. Embeddings and norms are whole. Of fused layers each part is cut by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,20 @@ from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.quantized.install import ShippedCodes
 from manylora_worker.models.ranks.group import RankGroup
 
-SHARED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"})
-_BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+# By name: a cut that is wrong is wrong in transformers' pass over it, too, so nothing at load would see it.
+SHARED_FAMILIES = frozenset(
+    {
+        *("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
+        *("granite", "smollm3", "exaone4", "seed_oss", "phi3"),
+    }
+)
+_QUERIES, _KEYS, _WIDTH = _COUNTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+# what its outputs are, one part behind the other
+_BY_OUTPUTS: Mapping[str, Sequence[str]] = {
+    "q_proj": (_QUERIES,), "k_proj": (_KEYS,), "v_proj": (_KEYS,), "qkv_proj": (_QUERIES, _KEYS, _KEYS),
+    "gate_proj": (_WIDTH,), "up_proj": (_WIDTH,), "gate_up_proj": (_WIDTH, _WIDTH),
+}  # fmt: skip
 _BY_INPUTS = ("o_proj", "down_proj")
-_COUNTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
 def check_cuts(config: PretrainedConfig, size: int, families: frozenset[str]) -> None:
@@ -39,6 +50,21 @@ def check_cuts(config: PretrainedConfig, size: int, families: frozenset[str]) ->
         raise ModelRefused(f"--tensor-parallel {size}: does not divide {' and '.join(odd)}")
 
 
+def own_outputs(path: str, outputs: int, config: PretrainedConfig, group: RankGroup) -> tuple[range, ...]:
+    """Which of the outputs of a layer this rank has, part by part."""
+    names = _BY_OUTPUTS.get(path.rpartition(".")[2])
+    return (range(outputs),) if names is None else tuple(_own_parts(names, outputs, config.get_text_config(), group))
+
+
+def _own_parts(names: Sequence[str], outputs: int, text: PretrainedConfig, group: RankGroup) -> Iterator[range]:
+    counts = [getattr(text, name) for name in names]
+    first, each = 0, outputs // sum(counts)
+    for count in counts:
+        own = each * count // group.size
+        yield range(first + group.rank * own, first + (group.rank + 1) * own)
+        first += each * count
+
+
 def is_summed(path: str) -> bool:
     """Whether the outputs of this layer's shares are added up."""
     return path.rpartition(".")[2] in _BY_INPUTS
@@ -48,25 +74,44 @@ def cut_linears(model: PreTrainedModel, group: RankGroup) -> None:
     """Leaves this rank's share of every linear layer but the head. Works on meta tensors."""
     for path, module in model.named_modules():
         leaf = path.rpartition(".")[2]
+        if hasattr(module, "qkv_proj"):  # it takes the product apart by these
+            module.config = _OwnHeads(model.config.get_text_config(), group.size)
+            module.num_key_value_heads //= group.size
         if isinstance(module, nn.Linear) and leaf in _BY_OUTPUTS:
-            module.weight = _share(module.weight, 0, group)
-            module.bias = None if module.bias is None else _share(module.bias, 0, group)
-            module.out_features //= group.size
+            own = own_outputs(path, module.out_features, model.config, group)
+            module.weight = _frozen(_rows(module.weight.data, own))
+            module.bias = None if module.bias is None else _frozen(_rows(module.bias.data, own))
+            module.out_features = module.weight.shape[0]
         elif isinstance(module, nn.Linear) and leaf in _BY_INPUTS:
-            module.weight = _share(module.weight, 1, group)
+            module.weight = _frozen(_columns(module.weight.data, group))
             module.bias = module.bias if group.rank == 0 else None  # added once
             module.in_features //= group.size
 
 
-def cut_codes(shipped: ShippedCodes, group: RankGroup) -> ShippedCodes:
+class _OwnHeads:
+    """A configuration as an attention of a rank's heads reads it; what is set in the model's is set here."""
+
+    def __init__(self, config: PretrainedConfig, size: int) -> None:
+        self._config = config
+        self.num_attention_heads = config.num_attention_heads // size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+def cut_codes(shipped: ShippedCodes, config: PretrainedConfig, group: RankGroup) -> ShippedCodes:
     """This rank's share, as of the weights. Raises ModelRefused where inputs that have one scale would be torn."""
-    by_path = {path: _codes_share(path, parts, shipped, group) for path, parts in shipped.by_path.items()}
+    by_path: dict[str, tuple[Tensor, ...]] = {}
+    for path, parts in shipped.by_path.items():
+        if is_summed(path):
+            by_path[path] = _codes_share(path, parts, shipped, group)
+        else:
+            own = own_outputs(path, parts[0].shape[0], config, group)
+            by_path[path] = tuple(_rows(each, own) for each in parts)
     return replace(shipped, by_path=by_path)
 
 
 def _codes_share(path: str, parts: Sequence[Tensor], shipped: ShippedCodes, group: RankGroup) -> tuple[Tensor, ...]:
-    if not is_summed(path):
-        return tuple(_part(each, 0, group) for each in parts)
     codes, *scales = parts
     in_column = 2 if codes.dtype is torch.uint8 else 1  # of 4 bits
     inputs, size = codes.shape[1] * in_column, shipped.inputs_of_scale
@@ -77,7 +122,7 @@ def _codes_share(path: str, parts: Sequence[Tensor], shipped: ShippedCodes, grou
             f"--tensor-parallel {group.size}: {path}: {mine} of its {inputs} inputs a rank are no whole groups of "
             f"{size if has_groups else in_column}: start without --quantization, which rebuilds the weights"
         )
-    return (_part(codes, 1, group), *(_part(each, 1, group) if has_groups else each for each in scales))
+    return (_columns(codes, group), *(_columns(each, group) if has_groups else each for each in scales))
 
 
 def cut_head(model: PreTrainedModel, group: RankGroup) -> None:
@@ -92,12 +137,16 @@ def cut_head(model: PreTrainedModel, group: RankGroup) -> None:
     setattr(model.get_submodule(parent), leaf, shared)
 
 
-def _share(parameter: Tensor, dim: int, group: RankGroup) -> nn.Parameter:
-    return nn.Parameter(_part(parameter.data, dim, group), requires_grad=False)
+def _frozen(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(weight, requires_grad=False)
 
 
-def _part(tensor: Tensor, dim: int, group: RankGroup) -> Tensor:
-    return tensor.chunk(group.size, dim)[group.rank].clone()
+def _rows(tensor: Tensor, own: Sequence[range]) -> Tensor:
+    return torch.cat([tensor[each.start : each.stop] for each in own])
+
+
+def _columns(tensor: Tensor, group: RankGroup) -> Tensor:
+    return tensor.chunk(group.size, 1)[group.rank].clone()
 
 
 class SharedHead(nn.Module):
