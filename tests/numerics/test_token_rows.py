@@ -34,7 +34,9 @@ def with_tokens(count: int, seed: int) -> list[list[int]]:
     return [[5, *prompt[:3], 9, 7, *prompt[3:]] for prompt in prompts(count, seed=seed, longest=12)]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", *(pytest.param(x, marks=pytest.mark.wide) for x in ("gemma2",))])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", *(pytest.param(x, marks=pytest.mark.wide) for x in ("gemma2", "gemma4_text"))]
+)
 def test_rows_of_tokens_beside_other_rows(family_of: FamilyOf, tmp_path: Path, name: str) -> None:
     """llama is tied: its head has the rows, too. Gemma scales its embeddings and cuts its logits."""
     family = family_of(name)

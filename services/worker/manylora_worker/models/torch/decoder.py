@@ -19,6 +19,7 @@ from manylora_worker.models.decoder_weights import (
     DecoderLayer,
     DecoderWeights,
     DenseMlp,
+    LayerInput,
     MixtureMlp,
     Projection,
     read_decoder,
@@ -29,6 +30,7 @@ from manylora_worker.models.layers.lora_linear import Segment
 from manylora_worker.models.layers.mixture import chosen_experts
 from manylora_worker.models.layers.token_rows import StepTokens
 from manylora_worker.models.loader import LoadedModel
+from manylora_worker.models.torch.layer_inputs import InputOfLayer, TokenInputs
 
 _LOG = logging.getLogger(__name__)
 _CHECKED_TOKENS = 8
@@ -103,10 +105,14 @@ class _Layer:
     attention_post_norm: Tensor | None
     ffn_norm: Tensor | None
     ffn_post_norm: Tensor | None
-    head_norms: Tensor | None  # [query and kv heads, head_dim]: of every head that is rotated
+    head_norms: Tensor | None  # [query and key heads, head_dim]: of every head that is rotated
     wide_norms: tuple[Tensor, Tensor] | None  # over all query heads together, and over all key heads
     qkv_widths: tuple[int, int]  # columns of what is rotated, and of the values
     rotated_heads: tuple[int, int]  # query heads, key heads
+    kv_of: int
+    norms_values: bool
+    input: InputOfLayer | None
+    scale: float
     attention: AttentionShape
     sinks: Tensor | None
     rope: int
@@ -117,6 +123,10 @@ class TorchDecoder:
         self._weights = weights
         self._layers = [self._layer(layer) for layer in weights.layers]
         self._final_norm = self._norm_weight(weights.final_norm)
+        self._inputs = None
+        if weights.inputs is not None:
+            norm = partial(self._norm, weight=self._norm_weight(weights.inputs.norm))
+            self._inputs = TokenInputs(weights.inputs, _Product(weights.inputs.projection), norm)
         self.scaled = lru_cache(_KNOWN_ROPES)(weights.scaled)
 
     def layers(
@@ -129,14 +139,18 @@ class TorchDecoder:
     ) -> Tensor:
         """token_ids, positions: [T] -> [T, hidden], for `head`."""
         weights = self._weights
+        if weights.read_as is not None:
+            token_ids = weights.read_as[token_ids]
         # The embedding's rows are copies, so that the residual may be added to in place.
         residual = weights.embed(token_ids)
         if tokens is not None:
             tokens.embed(token_ids, residual, weights.embed_scale)
+        inputs = None if self._inputs is None else self._inputs(token_ids, residual)
         ropes = [_rope_rows(*table, positions, residual.dtype, scaled) for table in weights.ropes]
+        written: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> the keys and values of these tokens
         for i, layer in enumerate(self._layers):
             normed = self._normed(residual, layer.input_norm)
-            product = layer.o(self._attend(i, layer, layer.qkv(normed), ropes[layer.rope], attention))
+            product = layer.o(self._attend(i, layer, layer.qkv(normed), ropes[layer.rope], attention, written))
             if layer.attention_post_norm is not None:
                 product = self._norm(product, layer.attention_post_norm)
             residual.add_(product)
@@ -144,6 +158,10 @@ class TorchDecoder:
             if layer.ffn_post_norm is not None:
                 product = self._norm(product, layer.ffn_post_norm)
             residual.add_(product)
+            if layer.input is not None and inputs is not None:
+                residual.add_(layer.input(residual, inputs[:, i]))
+            if layer.scale != 1.0:
+                residual.mul_(layer.scale)
         return residual
 
     def head(self, residual: Tensor, logit_rows: Tensor, adapted: Sequence[HeadLora | StepTokens] = ()) -> Tensor:
@@ -157,11 +175,19 @@ class TorchDecoder:
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
     def _attend(
-        self, index: int, layer: _Layer, qkv: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionStep
+        self,
+        index: int,
+        layer: _Layer,
+        qkv: Tensor,
+        rope: tuple[Tensor, Tensor],
+        attention: AttentionStep,
+        written: dict[int, tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """qkv: [T, (heads + 2 kv_heads) * head_dim] -> [T, heads * head_dim]."""
+        """qkv: [T, columns] -> [T, heads * head_dim]."""
         shape = layer.attention
         rotated, values = qkv.split_with_sizes(layer.qkv_widths, 1)
+        if not layer.qkv_widths[1]:  # the keys, where there are any, are the values
+            values = rotated[:, shape.num_heads * shape.head_dim :]
         heads = rotated.unflatten(1, (-1, shape.head_dim))
         if layer.wide_norms is not None:
             widths = [each.shape[0] for each in layer.wide_norms]
@@ -170,11 +196,14 @@ class TorchDecoder:
         if layer.head_norms is not None:
             heads = (self._norm(heads, None) * layer.head_norms).to(heads.dtype)
         queries, keys = _rotate(heads, *rope).split_with_sizes(layer.rotated_heads, 1)
+        if layer.norms_values:
+            values = self._norm(values.unflatten(1, (-1, shape.head_dim)), None).flatten(1)
+        if layer.kv_of == index:
+            written[index] = keys.flatten(1), values
         attended = attention.attend_rows(
             index,
             queries.unflatten(1, (shape.num_kv_heads, -1)),
-            keys.flatten(1),
-            values,
+            *written[layer.kv_of],
             shape.scale,
             shape.window,
             shape.softcap,
@@ -187,6 +216,14 @@ class TorchDecoder:
             return partial(_mixture, _Product(mlp.router), mlp)
         return partial(_dense, _Product(mlp.gate_up), _Product(mlp.down), _ACTIVATIONS[self._weights.activation])
 
+    def _input(self, given: LayerInput) -> InputOfLayer:
+        return InputOfLayer(
+            _Product(given.gate),
+            _ACTIVATIONS[self._weights.activation],
+            _Product(given.projection),
+            partial(self._norm, weight=self._norm_weight(given.norm)),
+        )
+
     def _normed(self, residual: Tensor, weight: Tensor | None) -> Tensor:
         return residual if weight is None else self._norm(residual, weight)
 
@@ -196,14 +233,14 @@ class TorchDecoder:
 
     def _layer(self, layer: DecoderLayer) -> _Layer:
         shape = layer.attention
-        rotated_heads = (shape.num_heads, shape.num_kv_heads)
-        head_norms = wide_norms = None
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q_norm, k_norm = self._norm_weight(layer.q_norm), self._norm_weight(layer.k_norm)
-            if len(q_norm) != shape.head_dim:
-                wide_norms = (q_norm, k_norm)
-        if layer.q_norm is not None and layer.k_norm is not None and wide_norms is None:
-            head_norms = torch.stack([q_norm] * shape.num_heads + [k_norm] * shape.num_kv_heads)
+        rotated_heads = (shape.num_heads, shape.num_kv_heads if layer.kv_products else 0)
+        q_norm, k_norm = (_optional(each, self._norm_weight) for each in (layer.q_norm, layer.k_norm))
+        norms = [each for each in (q_norm, k_norm) if each is not None]
+        is_wide = any(len(each) != shape.head_dim for each in norms)
+        head_norms = None
+        if norms and not is_wide:
+            by_kind = zip(norms, rotated_heads, strict=False)  # a layer that makes no keys has no norm of them
+            head_norms = torch.cat([each.expand(count, -1) for each, count in by_kind])
         return _Layer(
             qkv=_Product(layer.qkv),
             o=_Product(layer.o),
@@ -213,9 +250,16 @@ class TorchDecoder:
             ffn_norm=_optional(layer.ffn_norm, self._norm_weight),
             ffn_post_norm=_optional(layer.ffn_post_norm, self._norm_weight),
             head_norms=head_norms,
-            wide_norms=wide_norms,
-            qkv_widths=(sum(rotated_heads) * shape.head_dim, shape.num_kv_heads * shape.head_dim),
+            wide_norms=(norms[0], norms[1]) if is_wide else None,
+            qkv_widths=(
+                sum(rotated_heads) * shape.head_dim,
+                shape.num_kv_heads * shape.head_dim if layer.kv_products == 2 else 0,
+            ),
             rotated_heads=rotated_heads,
+            kv_of=layer.kv_of,
+            norms_values=layer.norms_values,
+            input=None if layer.input is None else self._input(layer.input),
+            scale=layer.scale,
             attention=shape,
             sinks=layer.sinks,
             rope=layer.rope,
