@@ -26,7 +26,7 @@ from manylora_worker.models.quantized.fp8 import quantize
 from manylora_worker.planning.step_planner import PlannerLimits
 from manylora_worker.weights.layout import HostAdapter, elements_of, lay_out
 from manylora_worker.weights.source import read_adapter
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Config
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma4TextConfig, LlamaConfig, Phi3Config, PretrainedConfig
 
 from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.driver import LIMITS, Driver, Stream, composed_streams, make_runner, mixed_streams
@@ -47,8 +47,9 @@ from tests.numerics.reference_tiles import ReferenceTiles
 pytestmark = pytest.mark.kernels
 
 WITHOUT_KERNELS = ("olmo2", "olmo3", "ministral3")
-ON_DEVICE = [name for name in FAMILIES if name not in WITHOUT_KERNELS]
+ON_DEVICE = [*(name for name in FAMILIES if name not in WITHOUT_KERNELS), "gemma4_text", "gemma4_wide"]
 TOLERANCE = 1e-3
+BLOCK_SIZES = {"gemma4_text": 8}  # else 16. No 16 ranks of its widest layers fit in such a block
 
 
 def make_device_runner(
@@ -58,8 +59,9 @@ def make_device_runner(
     weights = read_decoder(loaded)
     assert weights is not None
     cache = KvCache(
-        loaded.spec.kv, num_blocks=900, block_size=16, dtype=loaded.dtype, device=loaded.device, marks_free=marks_free
-    )
+        loaded.spec.kv, num_blocks=900, block_size=BLOCK_SIZES.get(loaded.spec.model_type, 16), dtype=loaded.dtype,
+        device=loaded.device, marks_free=marks_free,
+    )  # fmt: skip
     limits = DeviceLimits(max_rows=1024, max_sequences=32, adapter_slots=16, max_rank=64)
     return loaded, DeviceModelRunner(loaded, weights, cache, limits, num_kv_blocks=400)
 
@@ -96,20 +98,24 @@ def check_family(
             assert stream.output[2:] == on_cpu.reference.greedy(stream.prompt + stream.output[:2], adapter, 6)
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "gemma4_text"])
 def test_what_is_kept_for_steps_is_what_they_take(
     family_of: FamilyOf, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "can_pack", lambda *_: False)
     loaded, runner = make_device_runner(family_of(name), family_of(name).folder, "cpu")
-    built = runner._decoder
-    buffers = [v for v in vars(built).values() if isinstance(v, torch.Tensor) and v is not built._arena]
+    built, inputs = runner._decoder, runner._decoder._inputs
+    values = list(vars(built).values())
+    if inputs is not None:
+        values += [*vars(inputs).values(), inputs._projected]  # a step looks up as many as it projects
+    buffers = [v for v in values if isinstance(v, torch.Tensor) and v is not built._arena]
     taken = sum(
         v.nbytes for v in buffers if not any(v is each for each in (built._sites, built._ropes, built._counters))
     )
     weights = read_decoder(loaded)
     assert weights is not None
-    assert buffer_bytes(weights, loaded.dtype, max_rank=64, max_rows=1024, max_decode_rows=32) == taken
+    chunks = runner._adapters.chunks
+    assert buffer_bytes(weights, loaded.dtype, lora_chunks=chunks, max_rows=1024, max_decode_rows=32) == taken
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -152,6 +158,8 @@ def test_on_the_device(family_of: FamilyOf, name: str, monkeypatch: pytest.Monke
     [
         ("llama", False),
         ("gemma3_text", True),
+        ("gemma4_text", True),
+        pytest.param("gemma4_wide", False, marks=pytest.mark.slow),
         pytest.param("phi3", True, marks=pytest.mark.slow),
         pytest.param("exaone4", False, marks=pytest.mark.slow),
     ],
@@ -198,7 +206,7 @@ def test_prompts_are_scored_beside_what_is_drawn(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma4_text"])
 def test_with_free_blocks_marked_on_the_device(family_of: FamilyOf, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_family(family_of, name, "cuda", monkeypatch, marks_free=True)
 
@@ -336,17 +344,35 @@ def _drawn_on_the_cpu(family: Family, prompt: list[int], sampling: Sampling, cou
     return stream.output
 
 
+REAL_SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
+    "8B": lambda: LlamaConfig(
+        vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=1024, tie_word_embeddings=False,
+    ),
+    "E2B": lambda: Gemma4TextConfig(
+        vocab_size=32000, vocab_size_per_layer_input=32000, hidden_size=1536, intermediate_size=6144,
+        num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=1, num_kv_shared_layers=2,
+        use_double_wide_mlp=True, sliding_window=48, max_position_embeddings=1024, final_logit_softcapping=30.0,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
+    "31B": lambda: Gemma4TextConfig(
+        vocab_size=32000, hidden_size=5376, intermediate_size=21504, num_hidden_layers=2, num_attention_heads=32,
+        num_key_value_heads=16, num_global_key_value_heads=4, attention_k_eq_v=True, hidden_size_per_layer_input=0,
+        sliding_window=48, max_position_embeddings=1024, layer_types=["sliding_attention", "full_attention"],
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("quantization", ["none", "fp8"])
-def test_real_shapes_in_bfloat16(quantization: Literal["none", "fp8"]) -> None:
-    """Layers as wide as an 8B model's, where products are split and cut otherwise than in the tiny models.
+@pytest.mark.parametrize(
+    ("shape", "quantization"), [("8B", "none"), ("8B", "fp8"), ("E2B", "none"), ("E2B", "fp8"), ("31B", "none")]
+)
+def test_real_shapes_in_bfloat16(shape: str, quantization: Literal["none", "fp8"]) -> None:
+    """Layers as wide as real models', where products are split and cut otherwise than in the tiny ones.
 
     Decode steps of many sizes, against transformers' own pass in float32 over the same weights and tokens.
     """
-    config = LlamaConfig(
-        vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=1024, tie_word_embeddings=False,
-    )  # fmt: skip
+    config = REAL_SHAPES[shape]()
     torch.manual_seed(0)
     register_attention()
     with torch.device("cuda"):
@@ -356,9 +382,13 @@ def test_real_shapes_in_bfloat16(quantization: Literal["none", "fp8"]) -> None:
         exact = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=torch.float32, attn_implementation="sdpa"
         ).eval()
+    for path, norm in model.named_parameters():
+        if path.endswith(("q_norm.weight", "k_norm.weight")):
+            norm.data.fill_(0.3)  # scores as moderate as a trained model's, where none scales them
     exact.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
+    adapted = {path for path, module in exact.named_modules() if isinstance(module, torch.nn.Linear)} - {"lm_head"}
     for path, module in exact.named_modules():
-        if quantization == "fp8" and path.endswith("_proj"):
+        if quantization == "fp8" and path in adapted:
             module.weight.data = quantize(module.weight.data).dequantized(torch.float32)
     loaded = loader.prepare_model(model.requires_grad_(False), name="wide", quantization=quantization)
     weights = read_decoder(loaded)
@@ -388,7 +418,7 @@ def test_real_shapes_in_bfloat16(quantization: Literal["none", "fp8"]) -> None:
         pytest.param("cuda", marks=pytest.mark.gpu),
     ],
 )
-@pytest.mark.parametrize("shape", ["gated", "fused", "post norms"])
+@pytest.mark.parametrize("shape", ["gated", "fused", "post norms", "inputs of layers"])
 def test_cuda_tiles_in_the_decoder(shape: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of lora_tiles.cu between the others, against the same runner with Triton's alone.
 
@@ -409,6 +439,15 @@ def test_cuda_tiles_in_the_decoder(shape: str, device: str, monkeypatch: pytest.
         "gated": lambda: LlamaConfig(**sizes),
         "fused": lambda: Phi3Config(**sizes, pad_token_id=0),
         "post norms": lambda: Gemma2Config(**sizes, head_dim=16, query_pre_attn_scalar=16),
+        "inputs of layers": lambda: Gemma4TextConfig(
+            **sizes | {"num_hidden_layers": 4},
+            head_dim=16,
+            global_head_dim=32,
+            vocab_size_per_layer_input=50,
+            hidden_size_per_layer_input=16,
+            num_kv_shared_layers=2,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+        ),
     }[shape]()
     torch.manual_seed(0)
     register_attention()

@@ -1,4 +1,4 @@
-"""Inputs of single layers: on the CPU against transformers' own, the GPU's kernels against the CPU's."""
+"""Inputs of single layers in torch's operators, against transformers' own."""
 
 from __future__ import annotations
 

@@ -302,9 +302,9 @@ def _device_runner(
         max_rank=config.max_lora_rank,
     )
     if not (config.num_blocks or config.kv_cache_mb):
-        reserved_bytes = activation_bytes(loaded, weights, limits)
+        reserved_bytes = activation_bytes(loaded, weights, limits, config.block_size)
         if draft is not None and draft.weights is not None:
-            reserved_bytes += activation_bytes(draft.loaded, draft.weights, draft_limits(config))
+            reserved_bytes += activation_bytes(draft.loaded, draft.weights, draft_limits(config), config.block_size)
         num_blocks = _blocks_left(loaded.device, reserved_bytes, block_bytes)
         num_blocks = (num_blocks if loaded.group is None else loaded.group.least(num_blocks)) - adapter_blocks
         config = replace(config, num_blocks=max(0, num_blocks))

@@ -17,15 +17,22 @@ from torch import Tensor
 from manylora_worker.models.cuda.expert_mlp import ExpertMlp, MixtureSizes
 from manylora_worker.models.cuda.expert_tables import ExpertAdapters
 from manylora_worker.models.cuda.kernels.add_norm import add_norm
-from manylora_worker.models.cuda.kernels.attention import DecodeScratch, PagedLayout, attend_decode, attend_prefill
+from manylora_worker.models.cuda.kernels.attention import (
+    DecodeScratch,
+    PagedLayout,
+    attend_decode,
+    attend_prefill,
+    prefill_block_m,
+)
 from manylora_worker.models.cuda.kernels.attention_decode import DecodeAttention
 from manylora_worker.models.cuda.kernels.combine import combine
 from manylora_worker.models.cuda.kernels.gate import gate
 from manylora_worker.models.cuda.kernels.gemm import MOST_SPLIT_ROWS, MOST_SPLITS, linear
-from manylora_worker.models.cuda.kernels.lora import LoraRows, low_rank_columns, num_chunks, shrink, shrink_splits
+from manylora_worker.models.cuda.kernels.lora import LoraRows, low_rank_columns, shrink, shrink_splits
 from manylora_worker.models.cuda.kernels.lora_tiles import FEWEST_ROWS, MOST_ROWS, LoraTiles
 from manylora_worker.models.cuda.kernels.rotate import rotate_store, row_angles
-from manylora_worker.models.decoder_weights import DecoderWeights, DenseMlp, MixtureMlp, Projection
+from manylora_worker.models.cuda.layer_inputs import InputPass, InputSizes
+from manylora_worker.models.decoder_weights import AttentionShape, DecoderWeights, DenseMlp, MixtureMlp, Projection
 from manylora_worker.models.ranks.cuts import SharedHead
 
 MAX_SPLITS = 32
@@ -70,46 +77,51 @@ class _Sizes:
     parts: int
     angles: int
     mixture: MixtureSizes | None
+    inputs: InputSizes | None
 
     @classmethod
     def of(cls, weights: DecoderWeights, *, lora_chunks: int, max_rows: int, max_decode_rows: int) -> _Sizes:
-        first = weights.layers[0]
-        shape = first.attention
+        layers = weights.layers
+        qkv, heads = (max(each) for each in zip(*((x.qkv.out_features, x.o.in_features) for x in layers), strict=True))
         dense = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, DenseMlp)]
         gate_up = max((mlp.gate_up.out_features for mlp in dense), default=0)
         gated = max((mlp.down.in_features for mlp in dense), default=0)
-        out_features = [first.qkv.out_features, first.o.out_features, gate_up]
+        out_features = [qkv, weights.hidden_size, gate_up]
         routers = [layer.mlp.router.out_features for layer in weights.layers if isinstance(layer.mlp, MixtureMlp)]
-        widths = {first.qkv.in_features, first.o.in_features, gated} - {0}
+        widths = {weights.hidden_size, heads, gated} - {0}
         most = max(shrink_splits(width, rows) * rows for width in widths for rows in range(1, max_rows + 1))
         rows = {} if weights.group is None else _head_rows(weights, weights.group.size, max_decode_rows)
         if weights.group is not None:
             out_features.append(rows["head"][1])
+        inputs = InputSizes.of(weights, max_rows)
+        if inputs is not None:
+            out_features.append(inputs.columns)
         return cls(
             rows={
                 **rows,
                 "residual": (max_rows, weights.hidden_size),
                 "normed": (max_rows, weights.hidden_size),
                 "delta": (max_rows, weights.hidden_size),
-                "qkv": (max_rows, first.qkv.out_features),
-                "q": (max_rows, shape.num_heads * shape.head_dim),
-                "attended": (max_rows, shape.num_heads * shape.head_dim),
+                "qkv": (max_rows, qkv),
+                "q": (max_rows, heads),
+                "attended": (max_rows, heads),
                 "gate_up": (max_rows, gate_up),
                 "gated": (max_rows, gated),
                 "routed": (max_rows, max(routers, default=0)),
                 "logits": (max_decode_rows, weights.vocab_size),
-                "lora": (min(max_rows, MOST_ROWS), max(first.qkv.out_features, first.o.out_features)),
+                "lora": (min(max_rows, MOST_ROWS), max(qkv, weights.hidden_size)),
             },
             low_rank=most * low_rank_columns(lora_chunks),
             parts=MOST_SPLITS * MOST_SPLIT_ROWS * max(out_features),
             angles=2 * max_rows * weights.ropes[0][0].shape[1],
             mixture=MixtureSizes.of(weights, lora_chunks=lora_chunks, max_rows=max_rows),
+            inputs=inputs,
         )
 
     def bytes(self, dtype: torch.dtype) -> int:
         by_rows = sum(rows * columns for rows, columns in self.rows.values())
-        mixture = 0 if self.mixture is None else self.mixture.bytes(dtype)
-        return by_rows * dtype.itemsize + 4 * (self.low_rank + self.parts + self.angles) + mixture
+        others = sum(each.bytes(dtype) for each in (self.mixture, self.inputs) if each is not None)
+        return by_rows * dtype.itemsize + 4 * (self.low_rank + self.parts + self.angles) + others
 
 
 def _head_rows(weights: DecoderWeights, size: int, max_decode_rows: int) -> dict[str, tuple[int, int]]:
@@ -118,19 +130,36 @@ def _head_rows(weights: DecoderWeights, size: int, max_decode_rows: int) -> dict
 
 
 def buffer_bytes(
-    weights: DecoderWeights, dtype: torch.dtype, *, max_rank: int, max_rows: int, max_decode_rows: int
+    weights: DecoderWeights, dtype: torch.dtype, *, lora_chunks: int, max_rows: int, max_decode_rows: int
 ) -> int:
     """What a Decoder takes on the device beside weights and arena."""
-    sizes = _Sizes.of(weights, lora_chunks=num_chunks(max_rank), max_rows=max_rows, max_decode_rows=max_decode_rows)
+    sizes = _Sizes.of(weights, lora_chunks=lora_chunks, max_rows=max_rows, max_decode_rows=max_decode_rows)
     return sizes.bytes(dtype)
 
 
+def _widest(weights: DecoderWeights) -> AttentionShape:
+    shapes = [layer.attention for layer in weights.layers]
+    return replace(
+        shapes[0],
+        num_heads=max(shape.num_heads for shape in shapes),
+        num_kv_heads=max(shape.num_kv_heads for shape in shapes),
+        head_dim=max(shape.head_dim for shape in shapes),
+    )
+
+
+def _first(buffer: Tensor, rows: int, columns: int) -> Tensor:
+    """[rows, columns], contiguous: layers may be of different widths."""
+    return buffer.view(-1)[: rows * columns].view(rows, columns)
+
+
 # Per layer: norm | qkv product | rotate and store | attention | o product | add and norm | gate-up product | gate |
-# down product | add and norm (the next layer's). LoRA's shrink runs beside a product, or, with the expand, before it in
-# steps that kernels/lora_tiles.py serves.
+# down product | add and norm (the next layer's); where a layer has an input of its own, gate product | gate | product |
+# add and norm behind that. LoRA's shrink runs beside a product, or, with the expand, before it in steps that
+# kernels/lora_tiles.py serves.
 class Decoder:
     """Args:
     arena: every block of KV and adapters, flat.
+    layouts: by layer.
     layer_offsets: where each layer's keys begin inside a block, in elements.
     sites: int64 [sites, adapter slots, fields]; see kernels/lora.py.
     ropes: float32 [adapter slots, rotated / 2 + 1]; see rotate.row_angles.
@@ -142,7 +171,7 @@ class Decoder:
         weights: DecoderWeights,
         *,
         arena: Tensor,
-        layout: PagedLayout,
+        layouts: Sequence[PagedLayout],
         layer_offsets: Sequence[int],
         sites: Tensor,
         ropes: Tensor,
@@ -154,7 +183,7 @@ class Decoder:
     ) -> None:
         self.weights = weights
         self._arena = arena
-        self._layout = layout
+        self._layouts = layouts
         self._layer_caches = [arena[offset:] for offset in layer_offsets]
         self._sites = sites
         self._ropes = ropes
@@ -181,6 +210,9 @@ class Decoder:
         if sizes.mixture is not None:
             assert experts is not None
             self._experts = ExpertMlp(sizes.mixture, experts, lora_chunks=lora_chunks, pdl=pdl)
+        self._inputs = None
+        if sizes.inputs is not None:
+            self._inputs = InputPass(weights, sizes.inputs, dtype, device, pdl=pdl)
         self._logits = buffer("logits")
         self._lora = buffer("lora")
         self._lora_tiles = LoraTiles.where_it_runs(lora_chunks, dtype, device)
@@ -189,9 +221,10 @@ class Decoder:
         self._angles = torch.zeros(sizes.angles, device=device)
         self._counters = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._pdl = pdl
-        self._scratch = DecodeScratch(max_decode_rows, weights.layers[0].attention, MAX_SPLITS, device)
+        self.prefill_rows = max(prefill_block_m(layer.attention) for layer in weights.layers)  # of a tile, at most
+        self._scratch = DecodeScratch(max_decode_rows, _widest(weights), MAX_SPLITS, device)
         self._decode_attention = {
-            shape: DecodeAttention.where_it_runs(shape, layout.block_size, dtype, device)
+            shape: DecodeAttention.where_it_runs(shape, layouts[0].block_size, dtype, device)
             for shape in {layer.attention for layer in weights.layers}
         }
         self._sinks = [None if layer.sinks is None else layer.sinks.float() for layer in weights.layers]
@@ -211,12 +244,19 @@ class Decoder:
         weights = self.weights
         rows = step.rows
         residual, normed, delta = self._residual[:rows], self._normed[:rows], self._delta[:rows]
-        residual.copy_(weights.embed(step.token_ids[:rows]))
+        token_ids = step.token_ids[:rows]
+        if weights.read_as is not None:
+            token_ids = weights.read_as[token_ids]
+        residual.copy_(weights.embed(token_ids))
+        product_of = partial(self._product, step=step, expands=False)
+        inputs = None
+        if self._inputs is not None:
+            inputs = self._inputs.of_tokens(token_ids, residual, product_of, num_rows=step.num_rows)
         ropes = self._step_ropes(step)
         self._norm(None, residual, normed, None, weights.layers[0].input_norm, step, None)
         for i, layer in enumerate(weights.layers):
-            q, attended = self._q[:rows], self._attended[:rows]
-            qkv, lora = self._product(layer.qkv, normed, self._qkv[:rows], step)
+            q, attended = (_first(each, rows, layer.o.in_features) for each in (self._q, self._attended))
+            qkv, lora = self._product(layer.qkv, normed, _first(self._qkv, rows, layer.qkv.out_features), step)
             self._rotate(i, qkv, q, step, lora, *ropes[layer.rope])
             self._attend(i, q, attended, step)
             product, lora = self._summed(layer.o, attended, delta, step)
@@ -224,7 +264,13 @@ class Decoder:
             product, lora = self._mlp(layer.mlp, normed, delta, step)
             is_last = i + 1 == len(weights.layers)
             next_norm = weights.final_norm if is_last else weights.layers[i + 1].input_norm
-            self._norm(product, residual, normed, layer.ffn_post_norm, next_norm, step, lora)
+            post_norm, own = layer.ffn_post_norm, layer.input
+            if own is not None and self._inputs is not None and inputs is not None:
+                self._norm(product, residual, normed, post_norm, None, step, lora)
+                gated = self._inputs.of_layer(own, i, normed, inputs, product_of, num_rows=step.num_rows)
+                product, lora = self._product(own.projection, gated, delta, step)
+                post_norm = own.norm
+            self._norm(product, residual, normed, post_norm, next_norm, step, lora, factor=layer.scale)
 
     def _mlp(
         self, mlp: DenseMlp | MixtureMlp, normed: Tensor, delta: Tensor, step: DeviceStep
@@ -232,13 +278,14 @@ class Decoder:
         if isinstance(mlp, MixtureMlp):
             self._mixture(mlp, normed, delta, step)
             return delta[None], None
-        gated = self._gated[: step.rows]
-        gate_up, lora = self._product(mlp.gate_up, normed, self._gate_up[: step.rows], step, expands=False)
+        gated = _first(self._gated, step.rows, mlp.down.in_features)
+        both = _first(self._gate_up, step.rows, mlp.gate_up.out_features)
+        gate_up, lora = self._product(mlp.gate_up, normed, both, step, expands=False)
         self._gate(mlp.gate_up, gate_up, gated, step, lora)
         return self._summed(mlp.down, gated, delta, step)
 
     def _mixture(self, mlp: MixtureMlp, normed: Tensor, delta: Tensor, step: DeviceStep) -> None:
-        routed = self._routed.view(-1)[: step.rows * mlp.router.out_features].view(step.rows, -1)
+        routed = _first(self._routed, step.rows, mlp.router.out_features)
         product, lora = self._product(mlp.router, normed, routed, step, expands=False)
         assert self._experts is not None
         self._experts.run(
@@ -318,7 +365,7 @@ class Decoder:
         # So many rows' product leaves no room beside it: what starts there only waits in its way.
         tiles.shrink(x, lora, num_slots=len(slots), pdl=self._pdl)
         if expands:
-            outputs = self._lora.view(-1)[: x.shape[0] * projection.out_features].view(x.shape[0], -1)
+            outputs = _first(self._lora, x.shape[0], projection.out_features)
             tiles.expand(lora, outputs, widths=[slot.stop - slot.start for slot in slots], pdl=self._pdl)
             lora = replace(lora, outputs=outputs)
         return self._linear(projection, x, out), lora
@@ -381,6 +428,8 @@ class Decoder:
         pre: Tensor | None,
         step: DeviceStep,
         lora: LoraRows | None,
+        *,
+        factor: float = 1.0,
     ) -> None:
         add_norm(
             delta,
@@ -393,6 +442,7 @@ class Decoder:
             num_rows=step.num_rows,
             counters=self._counters,
             lora=lora,
+            factor=factor,
             pdl=self._pdl,
         )
 
@@ -434,10 +484,12 @@ class Decoder:
             num_heads=layer.attention.num_heads,
             num_kv_heads=layer.attention.num_kv_heads,
             head_dim=layer.attention.head_dim,
-            layout=self._layout,
+            layout=self._layouts[index],
             num_rows=step.num_rows,
             lora=lora,
             num_slots=len(layer.qkv.site.slots),
+            kv_products=layer.kv_products,
+            norms_values=layer.norms_values,
             angles_by_row=step.lora is not None and len(self.weights.ropes) == 1,
             pdl=self._pdl,
         )
@@ -456,7 +508,7 @@ class Decoder:
                 table_rows=step.table_rows[: step.decode_rows],
                 positions=step.positions,
                 num_rows=step.num_rows,
-                layout=self._layout,
+                layout=self._layouts[index],
                 scratch=self._scratch,
                 splits=step.splits,
                 pdl=self._pdl,
@@ -470,7 +522,8 @@ class Decoder:
                 tables=step.tables,
                 tiles=step.prefill_tiles,
                 num_tiles=step.num_prefill_tiles,
+                tile_rows=self.prefill_rows,
                 shape=shape,
-                layout=self._layout,
+                layout=self._layouts[index],
                 sinks=self._sinks[index],
             )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from manylora_worker.kinds.api import DraftModel, Sampled, SequenceChunk, StepBatch, draws_of
 from manylora_worker.models.columns import BaseColumns
-from manylora_worker.models.cuda.adapter_arena import AdapterArena
+from manylora_worker.models.cuda.adapter_arena import AdapterArena, arena_chunks
 from manylora_worker.models.cuda.decoder import Decoder, DeviceStep, buffer_bytes
 from manylora_worker.models.cuda.expert_tables import ExpertFields
 from manylora_worker.models.cuda.graph_shapes import (
@@ -39,7 +39,7 @@ from manylora_worker.models.cuda.graph_shapes import (
     mixed_shapes,
     room_for_prefill_tiles,
 )
-from manylora_worker.models.cuda.kernels.attention import PagedLayout, prefill_block_m
+from manylora_worker.models.cuda.kernels.attention import PagedLayout
 from manylora_worker.models.cuda.kernels.sampling import DeviceBars, DeviceSampler, SampledRows, SamplingPlan
 from manylora_worker.models.cuda.pending_step import Draws, PendingStep
 from manylora_worker.models.cuda.sampler_rows import SamplerRows, bars_on_device
@@ -48,7 +48,7 @@ from manylora_worker.models.cuda.step_tables import StepTables, to_device
 from manylora_worker.models.decoder_weights import DecoderWeights, DenseMlp
 from manylora_worker.models.drafts.drafter import Drafter
 from manylora_worker.models.layers.host_kv import TensorHostKv
-from manylora_worker.models.layers.kv_cache import KvCache
+from manylora_worker.models.layers.kv_cache import KvCache, LayerKv
 from manylora_worker.models.layers.prompt_scores import ScoredRows, Scores, score
 from manylora_worker.models.loader import LoadedModel
 from manylora_worker.models.merged_weights import MergedWeights
@@ -63,12 +63,11 @@ class DeviceLimits:
     max_rank: int
 
 
-def activation_bytes(loaded: LoadedModel, weights: DecoderWeights, limits: DeviceLimits) -> int:
+def activation_bytes(loaded: LoadedModel, weights: DecoderWeights, limits: DeviceLimits, block_size: int) -> int:
     """What a DeviceModelRunner takes on the device beside weights and arena, graphs included."""
     rows, vocab_size = limits.max_sequences, loaded.spec.vocab_size
-    decoder = buffer_bytes(
-        weights, loaded.dtype, max_rank=limits.max_rank, max_rows=limits.max_rows, max_decode_rows=rows
-    )
+    chunks = arena_chunks(loaded.sites, loaded.spec.kv.token_elements * block_size, limits.max_rank)
+    decoder = buffer_bytes(weights, loaded.dtype, lora_chunks=chunks, max_rows=limits.max_rows, max_decode_rows=rows)
     # Scores, penalties, a bias and, while logprobs are taken, two distributions: float32 of the vocabulary each.
     sampler = rows * vocab_size * 4 * 5
     graphs = sum(1 for _ in decode_shapes(rows)) + sum(1 for _ in mixed_shapes(limits.max_rows, rows))
@@ -120,8 +119,8 @@ def _adapter_arena(
     cache: KvCache,
     limits: DeviceLimits,
     num_kv_blocks: int,
-    block_elements: int,
 ) -> AdapterArena:
+    block_elements = cache.block_elements
     return AdapterArena(
         cache.flat,
         block_elements,
@@ -129,12 +128,24 @@ def _adapter_arena(
         num_slots=limits.adapter_slots,
         num_composed=2 * limits.max_sequences,
         num_sites=sum(1 for site in loaded.sites if not site.experts),
-        max_rank=limits.max_rank,
+        chunks=arena_chunks(loaded.sites, block_elements, limits.max_rank),
         num_angles=weights.ropes[0][0].shape[1],
         scaled=weights.scaled,
         columns=BaseColumns(loaded).flat,
         clear=cache.clear_blocks if cache.marks_free else None,
         experts=ExpertFields.of(loaded.sites, block_elements, limits.max_rank),
+    )
+
+
+def _layout(cache: KvCache, place: LayerKv) -> PagedLayout:
+    # A layer's rows of a block are one stretch: here all of its keys come first, whatever parts it has.
+    width = place.num_kv_heads * place.head_dim
+    return PagedLayout(
+        block_size=cache.block_size,
+        stride_block=cache.block_elements,
+        stride_token=width,
+        stride_kv=cache.block_size * width,
+        stride_head=place.head_dim,
     )
 
 
@@ -157,22 +168,17 @@ class DeviceModelRunner:
         self._drafter = drafter
         self.host_kv = TensorHostKv(cache.by_block, num_host_blocks)
         self._capture = loaded.device.type == "cuda"  # the interpreter of the tests has no graphs
-        geometry = cache.geometry
-        bs, row = cache.block_size, geometry.row_elements
-        self._layout = PagedLayout(
-            block_size=bs,
-            stride_block=cache.block_elements,
-            stride_token=row,
-            stride_kv=bs * row,
-            stride_head=geometry.head_dim,
-        )
-        self._adapters = _adapter_arena(loaded, weights, cache, limits, num_kv_blocks, self._layout.stride_block)
+        places = cache.geometry.places
+        self._adapters = _adapter_arena(loaded, weights, cache, limits, num_kv_blocks)
         pdl = loaded.device.type == "cuda" and torch.cuda.get_device_capability(loaded.device) >= (9, 0)
         self._decoder = Decoder(
             weights,
             arena=cache.flat,
-            layout=self._layout,
-            layer_offsets=[cache.first_element + 2 * i * bs * row for i in range(geometry.num_layers)],
+            layouts=[_layout(cache, place) for place in places],
+            layer_offsets=[
+                cache.first_element + 2 * place.first * cache.block_size * cache.geometry.row_elements
+                for place in places
+            ],
             sites=self._adapters.sites,
             ropes=self._adapters.ropes,
             lora_chunks=self._adapters.chunks,
@@ -186,10 +192,10 @@ class DeviceModelRunner:
             loaded.device,
             max_rows=limits.max_rows,
             max_sequences=limits.max_sequences,
-            block_size=bs,
-            max_blocks=-(-loaded.spec.longest // bs),
-            prefill_rows=prefill_block_m(weights.layers[0].attention),
-            num_kv_heads=geometry.num_kv_heads,
+            block_size=cache.block_size,
+            max_blocks=-(-loaded.spec.longest // cache.block_size),
+            prefill_rows=self._decoder.prefill_rows,
+            num_kv_heads=min(place.num_kv_heads for place in places),
         )
         self._device = self._packer.tables.device
         # by row of the block tables: what its sequence drew last

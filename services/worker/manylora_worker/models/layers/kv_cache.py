@@ -122,7 +122,8 @@ def _up_to(count: int, unit: int) -> int:
 #
 # A layer's view starts `2 * layer + kv` arena rows further on: one index tensor a step serves every layer. Where layers
 # differ in their widths, a row is as wide as their greatest common divisor, and a layer has several ("layer" above is
-# then a part of one), so that pool, swapping and indices know nothing of it. A draft model's rows follow in the same
+# then a part of one), so that pool, swapping and indices know nothing of it; a GPU's kernels take the same stretch of a
+# block as the layer's keys, all of them, and then its values. A draft model's rows follow in the same
 # block, in arena rows of its own size: `beside` is the same tensor as it sees it.
 class KvCache:
     def __init__(

@@ -122,6 +122,7 @@ class TorchDecoder:
     def __init__(self, weights: DecoderWeights) -> None:
         self._weights = weights
         self._layers = [self._layer(layer) for layer in weights.layers]
+        self._read_again = {layer.kv_of for i, layer in enumerate(weights.layers) if layer.kv_of != i}
         self._final_norm = self._norm_weight(weights.final_norm)
         self._inputs = None
         if weights.inputs is not None:
@@ -147,7 +148,7 @@ class TorchDecoder:
             tokens.embed(token_ids, residual, weights.embed_scale)
         inputs = None if self._inputs is None else self._inputs(token_ids, residual)
         ropes = [_rope_rows(*table, positions, residual.dtype, scaled) for table in weights.ropes]
-        written: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> the keys and values of these tokens
+        written: dict[int, tuple[Tensor, Tensor]] = {}  # of layers in _read_again: keys and values of these tokens
         for i, layer in enumerate(self._layers):
             normed = self._normed(residual, layer.input_norm)
             product = layer.o(self._attend(i, layer, layer.qkv(normed), ropes[layer.rope], attention, written))
@@ -198,12 +199,13 @@ class TorchDecoder:
         queries, keys = _rotate(heads, *rope).split_with_sizes(layer.rotated_heads, 1)
         if layer.norms_values:
             values = self._norm(values.unflatten(1, (-1, shape.head_dim)), None).flatten(1)
-        if layer.kv_of == index:
-            written[index] = keys.flatten(1), values
+        own = written[layer.kv_of] if layer.kv_of != index else (keys.flatten(1), values)
+        if index in self._read_again:
+            written[index] = own
         attended = attention.attend_rows(
             index,
             queries.unflatten(1, (shape.num_kv_heads, -1)),
-            *written[layer.kv_of],
+            *own,
             shape.scale,
             shape.window,
             shape.softcap,

@@ -28,9 +28,9 @@ def _rotate_store_kernel(
     eps, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, PARTS: tl.constexpr, HEAD_NORM: tl.constexpr, WEIGHT_PLUS_ONE: tl.constexpr,
-    ANGLES_BY_ROW: tl.constexpr, HAS_OUTPUTS: tl.constexpr, HAS_LORA: tl.constexpr, BY_TILE: tl.constexpr,
-    NUM_SLOTS: tl.constexpr, CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr,
-    COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    VALUE_NORM: tl.constexpr, KV_PRODUCTS: tl.constexpr, ANGLES_BY_ROW: tl.constexpr, HAS_OUTPUTS: tl.constexpr,
+    HAS_LORA: tl.constexpr, BY_TILE: tl.constexpr, NUM_SLOTS: tl.constexpr, CHUNKS: tl.constexpr,
+    SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of BLOCK_M rows: its rotated halves `one` and `two`, and the `rest` that is not rotated."""
     head = tl.program_id(0)
@@ -40,8 +40,7 @@ def _rotate_store_kernel(
     offsets = tl.arange(0, BLOCK_M)
     rows = first_row + offsets
     row_mask = offsets < count
-    WIDTH: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
-    start = head * HEAD_DIM
+    WIDTH: tl.constexpr = (NUM_HEADS + KV_PRODUCTS * NUM_KV_HEADS) * HEAD_DIM
     halves = tl.arange(0, BLOCK_HALF)
     half_mask = halves < HALF
     mask = row_mask[:, None] & half_mask[None, :]
@@ -49,6 +48,11 @@ def _rotate_store_kernel(
     rest_mask = rests < REST
     is_query = head < NUM_HEADS
     is_value = head >= NUM_HEADS + NUM_KV_HEADS
+    start = head * HEAD_DIM
+    has_slot = is_value
+    if KV_PRODUCTS == 1:  # a value is made of what its key is made of
+        start = tl.where(is_value, head - NUM_KV_HEADS, head) * HEAD_DIM
+        has_slot = head < 0
     if PDL and HAS_LORA:
         tl.extra.cuda.gdc_wait()
     position = tl.load(positions_ptr + rows, mask=row_mask, other=0)
@@ -87,8 +91,8 @@ def _rotate_store_kernel(
             column = start
             slot_columns = slot + WIDTH
         else:
-            slot = tl.where(is_query, 0, tl.where(is_value, 2, 1))
-            column = start - tl.where(is_query, 0, tl.where(is_value, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS) * HEAD_DIM)
+            slot = tl.where(is_query, 0, tl.where(has_slot, 2, 1))
+            column = start - tl.where(is_query, 0, tl.where(has_slot, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS) * HEAD_DIM)
             slot_columns = tl.where(is_query, NUM_HEADS, NUM_KV_HEADS) * HEAD_DIM
         one, two = expand_pair(
             one, two, low_rank_ptr, stride_low_rank, stride_split, weights_ptr, site, slot, slot, rows, row_mask,
@@ -120,6 +124,16 @@ def _rotate_store_kernel(
                 if WEIGHT_PLUS_ONE:
                     w_rest += 1.0
                 rest = rest * scale * w_rest[None, :]
+    if VALUE_NORM:  # noqa: SIM102
+        if is_value:
+            total = tl.sum(one * one, 1) + tl.sum(two * two, 1)
+            if REST > 0:
+                total += tl.sum(rest * rest, 1)
+            scale = tl.rsqrt(total / HEAD_DIM + eps)[:, None]
+            one = one * scale
+            two = two * scale
+            if REST > 0:
+                rest = rest * scale
     turned = one * cos - two * sin
     two = two * cos + one * sin
     one = turned
@@ -160,21 +174,25 @@ def rotate_store(
     num_rows: Tensor,
     lora: LoraRows | None,
     num_slots: int,
+    kv_products: int = 2,
+    norms_values: bool = False,
     angles_by_row: bool = False,
     pdl: bool,
 ) -> None:
     """Args:
-    qkv: [parts, rows, (heads + 2 kv heads) * head_dim], from gemm.linear.
+    qkv: [parts, rows, (heads + kv_products * kv heads) * head_dim], from gemm.linear.
     q: [rows, heads * head_dim], written.
     cache: the arena from the layer's first element on, written.
     tables, table_rows, positions: see attention.py.
     cos, sin: float32 [positions, rotated / 2], or [rows, rotated / 2] where `angles_by_row`; a dimension pairs with the
         one half a rotation on.
     num_rows: int32 scalar; rows behind it are left alone.
-    lora: of the projection, with `num_slots` 3 (q, k, v) or 1 (a family that fuses them itself).
+    lora: of the projection, with `num_slots` 1 + kv_products (q, k, v) or 1 (a family that fuses them itself).
+    kv_products: 1: a value is its key before norm and rotation; 0: nothing is stored.
+    norms_values: by head, without a weight.
     """
     rows = qkv.shape[1]
-    num_all_heads = num_heads + 2 * num_kv_heads
+    num_all_heads = num_heads + (2 * num_kv_heads if kv_products else 0)
     outputs = None if lora is None else lora.outputs
     lora = lora if outputs is None else None
     by_tile = lora is not None and lora.num_tiles > 0
@@ -198,8 +216,9 @@ def rotate_store(
         BLOCK_HALF=max(16, triton.next_power_of_2(half)), REST=rest,
         BLOCK_REST=max(16, triton.next_power_of_2(max(rest, 1))), BLOCK_SIZE=layout.block_size, BLOCK_M=block_m,
         PARTS=qkv.shape[0], HEAD_NORM=q_norm is not None, WEIGHT_PLUS_ONE=weight_plus_one,
-        ANGLES_BY_ROW=angles_by_row, HAS_OUTPUTS=outputs is not None, BY_TILE=by_tile, NUM_SLOTS=num_slots, PDL=pdl,
-        num_warps=1 if block_m <= 2 or by_tile else 4, launch_pdl=pdl,
+        VALUE_NORM=norms_values, KV_PRODUCTS=kv_products, ANGLES_BY_ROW=angles_by_row,
+        HAS_OUTPUTS=outputs is not None, BY_TILE=by_tile, NUM_SLOTS=num_slots, PDL=pdl,
+        num_warps=1 if block_m <= 2 or (by_tile and head_dim <= 256) else 4, launch_pdl=pdl,
     )  # fmt: skip
 
 
