@@ -158,7 +158,7 @@ def test_on_the_device(family_of: FamilyOf, name: str, monkeypatch: pytest.Monke
     [
         ("llama", False),
         ("gemma3_text", True),
-        ("gemma4_text", True),
+        pytest.param("gemma4_text", True, marks=pytest.mark.slow),
         pytest.param("gemma4_wide", False, marks=pytest.mark.slow),
         pytest.param("phi3", True, marks=pytest.mark.slow),
         pytest.param("exaone4", False, marks=pytest.mark.slow),
@@ -167,6 +167,25 @@ def test_on_the_device(family_of: FamilyOf, name: str, monkeypatch: pytest.Monke
 def test_in_the_interpreter(family_of: FamilyOf, name: str, monkeypatch: pytest.MonkeyPatch, marks_free: bool) -> None:
     """marks_free: no kernel leans on zeroes in what it does not own: the unwritten end of a block, or an adapter's."""
     check_family(family_of, name, "cpu", monkeypatch, marks_free=marks_free)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", ["gemma4_text", "gemma4_wide"])
+def test_layers_that_differ_in_the_interpreter(family_of: FamilyOf, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few short prompts beyond the window, and a decoded token each; what test_in_the_interpreter is too slow for."""
+    monkeypatch.setattr(loader, "can_pack", lambda *_: False)
+    family = family_of(name)
+    loaded, runner = make_device_runner(family, family.folder, "cpu", marks_free=True)
+    driver = Driver(runner)  # type: ignore[arg-type]
+    mixed = [
+        (Stream(list(range(3, 3 + length)), put_device_adapter(runner, loaded, family.adapters[each])), each)
+        for length, each in ((12, "all-linear"), (5, "rslora"))
+    ]
+    for _ in range(2):
+        for row, (stream, adapter) in zip(driver.logits([stream for stream, _ in mixed]), mixed, strict=True):
+            expected = family.reference.logits(stream.tokens, adapter)[-1]
+            torch.testing.assert_close(row, expected, atol=TOLERANCE, rtol=0)
+            stream.output.append(7)
 
 
 @pytest.mark.parametrize(
