@@ -71,12 +71,14 @@ def activation_bytes(loaded: LoadedModel, weights: DecoderWeights, limits: Devic
     # Scores, penalties, a bias and, while logprobs are taken, two distributions: float32 of the vocabulary each.
     sampler = rows * vocab_size * 4 * 5
     graphs = sum(1 for _ in decode_shapes(rows)) + sum(1 for _ in mixed_shapes(limits.max_rows, rows))
-    layers = sum(1 if isinstance(layer.mlp, DenseMlp) else _GRAPHS_OF_EXPERTS for layer in weights.layers)
-    return decoder + sampler + graphs * layers * _GRAPH_BYTES_A_LAYER + _WORKSPACE_BYTES
+    layers = sum(1.0 if isinstance(layer.mlp, DenseMlp) else _GRAPHS_OF_EXPERTS for layer in weights.layers)
+    layers += sum(_GRAPHS_OF_INPUT for layer in weights.layers if layer.input is not None)
+    return decoder + sampler + int(graphs * layers * _GRAPH_BYTES_A_LAYER) + _WORKSPACE_BYTES
 
 
 _GRAPH_BYTES_A_LAYER = 400_000  # measured: 337 graphs of 32 layers take 3.4 GiB
 _GRAPHS_OF_EXPERTS = 2  # a layer of experts has about twice the kernels
+_GRAPHS_OF_INPUT = 0.5  # an input of a layer's own takes four kernels; the rest of it has eight
 _WORKSPACE_BYTES = 1 << 30  # kernels, and cuBLAS' workspaces
 
 
