@@ -292,14 +292,17 @@ def check_freed_are_seen(family_of: FamilyOf, device: str, monkeypatch: pytest.M
 
 
 @needs_interpreter
-@pytest.mark.parametrize("has_graphs", [False, True])
+@pytest.mark.parametrize(
+    ("model", "has_graphs"),
+    [("llama", False), ("llama", True), pytest.param("gemma4_text", True, marks=pytest.mark.slow)],
+)
 def test_the_core_runs_ahead_in_the_interpreter(
-    family_of: FamilyOf, monkeypatch: pytest.MonkeyPatch, has_graphs: bool
+    family_of: FamilyOf, monkeypatch: pytest.MonkeyPatch, model: str, has_graphs: bool
 ) -> None:
     """Pending tokens, a prompt in chunks beside a decode, a stop found late, penalties counted on the device; kernel by
     kernel, and in the shapes of the graphs with their padding; beside a row whose masks come behind the layers."""
     monkeypatch.setattr(loader, "can_pack", lambda *_: False)
-    family = family_of("llama")
+    family = family_of(model)
     _, runner = make_device_runner(family, family.folder, "cpu")
     if has_graphs:
         monkeypatch.setattr(runner, "_capture", True)
