@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 from manylora_worker.models.checkpoint import Quantization
-from manylora_worker.models.layers.attention import STEP_KEYWORD, AttentionStep, PrefillRows
+from manylora_worker.models.layers.attention import STEP_KEYWORD, AttentionStep
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.layers.packed_linear import PackedLinear
 from manylora_worker.models.loader import LoadedModel, load_model
 from manylora_worker.models.quantized.linear import QuantizedLinear
-from manylora_worker.models.torch.kv_scales import with_fp8_kv
+from manylora_worker.models.torch.kv_scales import one_chunk, with_fp8_kv
 from transformers import AutoTokenizer
 
 KV_FP8 = "kv-fp8"
@@ -59,17 +59,17 @@ def perplexity(how: Format, windows: list[list[int]], threads: int) -> tuple[flo
     with torch.inference_mode():
         for window in windows:
             ids = torch.tensor([window])
-            step = {STEP_KEYWORD: one_chunk(loaded, len(window))} if name == KV_FP8 else {}
+            step = {STEP_KEYWORD: window_step(loaded, len(window))} if name == KV_FP8 else {}
             logits = model(input_ids=ids, use_cache=False, **step).logits[0, :-1].float()
             total += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
     return math.exp(total / sum(len(window) - 1 for window in windows)), num_bytes
 
 
-def one_chunk(loaded: LoadedModel, tokens: int) -> AttentionStep:
+def window_step(loaded: LoadedModel, tokens: int) -> AttentionStep:
     """Attends to keys and values as a worker's blocks keep them."""
-    cache = KvCache(loaded.spec.kv, num_blocks=1, block_size=tokens, dtype=loaded.dtype, device=loaded.device)
-    chunk = PrefillRows(0, tokens, start_position=0, block_table=[0])
-    return AttentionStep(cache, token_rows=torch.arange(tokens), num_rows=tokens, decodes=[], prefills=[chunk])
+    kv = loaded.spec.kv
+    num_blocks = 1 + kv.state_blocks(tokens, loaded.dtype)
+    return one_chunk(KvCache(kv, num_blocks=num_blocks, block_size=tokens, dtype=loaded.dtype, device=loaded.device))
 
 
 def main() -> None:

@@ -103,6 +103,12 @@ def test_kv_in_fp8_holds_twice_the_tokens() -> None:
     assert "estimated: by half its bytes" in fp8["curve"]["origin"]
 
 
+def test_kv_in_fp8_is_not_planned_where_workers_refuse_it() -> None:
+    old = find_curve(packaged_curves(), GPUS["A100"], SHAPES["llama-3.1-8b"])
+    with pytest.raises(CannotPlan, match="--kv-cache-dtype fp8: A100 has no FP8"):
+        with_fp8_kv(old)
+
+
 def test_a_model_that_does_not_fit_is_refused() -> None:
     large = find_curve(packaged_curves(), GPUS["H100"], SHAPES["llama-70b"])
     with pytest.raises(CannotPlan, match=r"llama-70b: its weights take 131 GiB, and one H100 has 79"):

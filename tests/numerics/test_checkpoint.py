@@ -14,7 +14,13 @@ from manylora_worker.models.loader import load_model
 from manylora_worker.models.torch.decoder import trusted_weights
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+)
 
 from tests.numerics.adapters import save_adapter
 from tests.numerics.conftest import Family, FamilyOf
@@ -59,6 +65,15 @@ def test_published_folders_are_served(tmp_path: Path, name: str) -> None:
     torch.testing.assert_close(found[0], logits_of(reference, PROMPT), atol=1e-4, rtol=0)
     torch.testing.assert_close(found[1], logits_of(reference, PROMPT[::-1]), atol=1e-4, rtol=0)
     assert loaded.spec.max_context_tokens == (128 if "longrope" in json.dumps(PUBLISHED[name]) else 256)
+
+
+def test_a_head_that_the_whole_model_alone_says_is_tied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = PUBLISHED_HYBRIDS["qwen3.5"] | {"tie_word_embeddings": True}
+    monkeypatch.setitem(PUBLISHED_HYBRIDS, "tied", told)
+    reference = published("tied", tmp_path / "model", of=AutoModelForImageTextToText)
+    loaded = load_model(str(tmp_path / "model"))
+    found = Driver(make_runner(loaded)).logits([Stream(PROMPT)])[0]
+    torch.testing.assert_close(found, logits_of(reference, PROMPT), atol=1e-4, rtol=0)
 
 
 def test_yarn_lengthens_the_context(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ stand on every kind of layer that such a model has."""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -105,6 +106,15 @@ def test_the_text_part_of_a_model_of_text_and_images(name: str, tmp_path: Path) 
     driver.logits([stream], 11)
     assert "model.language_model.norm.weight" in load_file(tmp_path / "qwen" / "model.safetensors")
     torch.testing.assert_close(driver.logits([stream])[0], logits_of(reference, PROMPT), atol=1e-4, rtol=0)
+
+
+def test_quantized_weights_of_a_model_of_text_and_images_are_refused(tmp_path: Path) -> None:
+    quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    published("qwen3.5", tmp_path / "qwen", of=AutoModelForImageTextToText)
+    config = tmp_path / "qwen" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": quantized}))
+    with pytest.raises(ModelRefused, match=r"qwen3_5: .*the text part is not read from quantized weights"):
+        load_model(str(tmp_path / "qwen"))
 
 
 @pytest.mark.parametrize(

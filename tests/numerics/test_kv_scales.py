@@ -20,6 +20,7 @@ from manylora_worker.models.torch.kv_scales import with_fp8_kv
 from manylora_worker.models.torch.model_runner import TorchModelRunner
 from transformers import AutoModelForCausalLM
 
+from bench.quality import KV_FP8, perplexity
 from tests.numerics.conftest import KV_IN_FP8, FamilyOf, reference_of
 from tests.numerics.driver import Driver, Stream, make_runner, mixed_streams, prompts
 from tests.numerics.families import EACH_FAMILY
@@ -164,3 +165,14 @@ def test_a_gpu_whose_kernels_know_no_fp8_is_refused(family_of: FamilyOf, monkeyp
     loaded = dataclasses.replace(family_of("llama").loaded, device=torch.device("cuda"))
     with pytest.raises(ModelRefused, match=r"--kv-cache-dtype fp8: A100 has no FP8.*8\.9 .*--kv-cache-dtype auto"):
         with_fp8_kv(loaded)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
+def test_the_bench_of_quality_runs_models_with_states_too(family_of: FamilyOf, name: str) -> None:
+    windows = prompts(2, seed=3, shortest=40, longest=40)
+    found, plain = (
+        perplexity((how, str(family_of(name).folder), torch.float32, "none"), windows, 1)[0]
+        for how in (KV_FP8, "plain")
+    )
+    assert found == pytest.approx(plain, rel=0.2)
+    assert found != plain

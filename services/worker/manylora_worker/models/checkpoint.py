@@ -49,6 +49,9 @@ def checked_config(folder: Path, quantization: Quantization, device_type: str) -
         text_config = config.get_text_config()
     except Exception as error:
         raise ModelRefused(f"{folder / 'config.json'}: {said(error)}") from error
+    own = raw.get("text_config")
+    if raw.get("tie_word_embeddings") is True and isinstance(own, dict) and "tie_word_embeddings" not in own:
+        text_config.tie_word_embeddings = True  # the whole model's word, which transformers' class of the text misses
     if quantization != "nf4":  # weights that are shipped quantized are rebuilt before transformers sees them
         for each in (config, text_config):
             if isinstance(each, PretrainedConfig):

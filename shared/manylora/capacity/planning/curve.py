@@ -127,7 +127,9 @@ def scaled(curve: Curve, gpu: Gpu, shape: Shape) -> Curve:
 
 
 def with_fp8_kv(curve: Curve) -> Curve:
-    """By half the bytes of KV that a step reads."""
+    """By half the bytes of KV that a step reads. Raises CannotPlan."""
+    if not curve.gpu.has_fp8:
+        raise CannotPlan(f"--kv-cache-dtype fp8: {curve.gpu.name} has no FP8, and workers refuse it there")
     saved_ms = curve.kv_token_ms / 2
     return replace(
         curve,

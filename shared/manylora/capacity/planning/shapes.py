@@ -110,6 +110,7 @@ class Gpu:
     read_tb_s: float
     matrix_tflops: float
     is_measured: bool = False
+    has_fp8: bool = True
 
 
 GPUS = {
@@ -117,7 +118,7 @@ GPUS = {
     for gpu in (
         Gpu("H100", 79.2, 3.12, 786.0, is_measured=True),
         Gpu("H200", 139.8, 4.57, 786.0, is_measured=True),
-        Gpu("A100", 79.2, 1.86, 250.0),
+        Gpu("A100", 79.2, 1.86, 250.0, has_fp8=False),
         Gpu("L40S", 44.5, 0.79, 290.0),
         Gpu("L4", 22.5, 0.27, 97.0),
     )

@@ -48,6 +48,19 @@ def with_fp8_kv(loaded: LoadedModel) -> LoadedModel:
     return replace(loaded, spec=replace(loaded.spec, kv=replace(loaded.spec.kv, scales=scales)))
 
 
+def one_chunk(cache: KvCache) -> AttentionStep:
+    """Of as many tokens as a block has, in the first one; the others are its state's."""
+    count, device, states = cache.block_size, cache.by_block.device, range(1, cache.num_blocks)
+    return AttentionStep(
+        cache,
+        token_rows=torch.arange(count, device=device),
+        num_rows=count,
+        decodes=[],
+        prefills=[PrefillRows(0, count, start_position=0, block_table=[0])],
+        states=StepStates(cache, [StateRows(0, count, True, states)], device) if states else None,
+    )
+
+
 def _scale(largest: float) -> float:
     # the least power of two by which _ROOM times that has a code
     return 2.0 ** math.ceil(math.log2(largest * _ROOM / FP8_LARGEST)) if largest > 0 else 1.0
@@ -60,18 +73,10 @@ def _tokens(loaded: LoadedModel) -> int:
 def _largest(loaded: LoadedModel) -> Sequence[tuple[float, float]]:
     """By layer, of keys and of values; of all ranks' where they share the model."""
     count, kv, device = _tokens(loaded), loaded.spec.kv, loaded.device
-    states = range(1, 1 + kv.state_blocks(count, loaded.dtype))
-    cache = _Watched(kv, num_blocks=1 + len(states), block_size=count, dtype=loaded.dtype, device=device)
+    num_blocks = 1 + kv.state_blocks(count, loaded.dtype)
+    cache = _Watched(kv, num_blocks=num_blocks, block_size=count, dtype=loaded.dtype, device=device)
     cache.largest = torch.zeros(len(kv.places), 2, dtype=loaded.dtype, device=device)
-    rows = torch.arange(count, device=device)
-    step = AttentionStep(
-        cache,
-        token_rows=rows,
-        num_rows=count,
-        decodes=[],
-        prefills=[PrefillRows(0, count, start_position=0, block_table=[0])],
-        states=StepStates(cache, [StateRows(0, count, True, states)], device) if states else None,
-    )
+    rows, step = torch.arange(count, device=device), one_chunk(cache)
     token_ids = (7 + rows * max(1, loaded.spec.vocab_size // count)) % loaded.spec.vocab_size
     with torch.inference_mode():
         loaded.model(input_ids=token_ids[None], position_ids=rows[None], use_cache=False, **{STEP_KEYWORD: step})
