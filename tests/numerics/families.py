@@ -188,7 +188,7 @@ _GEMMA4 = {
 UNLIKE: dict[str, Callable[[], PretrainedConfig]] = {
     # as E2B: embeddings a layer, the last layers' KV shared
     "gemma4_text": lambda: Gemma4TextConfig(
-        **{**_GEMMA4, "num_hidden_layers": 6}, hidden_size_per_layer_input=12, num_kv_shared_layers=3,
+        **{**_GEMMA4, "num_hidden_layers": 6}, hidden_size_per_layer_input=16, num_kv_shared_layers=3,
         use_double_wide_mlp=True, layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
     ),
     # as 31B: other heads and one weight for keys and values where a layer sees all

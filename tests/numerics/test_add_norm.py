@@ -26,7 +26,8 @@ def only_outputs(outputs: torch.Tensor) -> LoraRows:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("has_post", "has_pre"), [(False, True), (True, True), (True, False)])
-def test_add_norm(has_post: bool, has_pre: bool, device: str) -> None:
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_add_norm(has_post: bool, has_pre: bool, factor: float, device: str) -> None:
     torch.manual_seed(0)
     delta, outputs = torch.randn(1, ROWS, 80, device=device), torch.randn(ROWS, 80, device=device)
     weight = torch.rand(80, device=device)
@@ -45,9 +46,14 @@ def test_add_norm(has_post: bool, has_pre: bool, device: str) -> None:
             num_rows=there,
             counters=torch.zeros(ROWS, dtype=torch.int32, device=device),
             lora=lora,
+            factor=factor,
             pdl=False,
         )
         found.append((residual, out))
         assert has_pre or torch.equal(out[:ROWS_THERE], residual[:ROWS_THERE])
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want)
+    joined = (delta + outputs)[0, :ROWS_THERE]
+    if has_post:
+        joined = torch.nn.functional.rms_norm(joined, (80,), weight, 1e-5)
+    torch.testing.assert_close(found[1][0][:ROWS_THERE], (1 + joined) * factor)

@@ -51,6 +51,7 @@ SHAPES = {
     "sinks": replace(PLAIN, num_heads=6, window=20, has_sinks=True),
     "sinks of eight to a head": replace(PLAIN, num_heads=16, has_sinks=True),
 }
+WIDE = replace(PLAIN, num_heads=8, num_kv_heads=1, head_dim=512, scale=0.05)
 VARIANTS = (Variant(0, 1, 3, 3), Variant(0, 2, 2, 1), Variant(0, 4, 3, 2))
 SPLITS = (1, 4)
 
@@ -225,11 +226,12 @@ def test_codes_of_fp8_in_the_kernel_for_other_devices(device: str, name: str) ->
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_sinks_in_the_kernel_for_other_devices(device: str) -> None:
-    shape = SHAPES["sinks"]
+@pytest.mark.parametrize("shape", [SHAPES["sinks"], WIDE, replace(WIDE, window=20)], ids=["sinks", "wide", "window"])
+def test_the_kernel_for_other_devices_and_shapes(shape: AttentionShape, device: str) -> None:
     attention: Any = SimpleNamespace(attend=partial(attend_decode, shape=shape))
     case = make_case(shape, 16)
-    case = replace(case, q=case.q.float(), cache=case.cache.float())  # the interpreter's products are not of bf16
+    if device == "cpu":  # the interpreter's products are not of bf16
+        case = replace(case, q=case.q.float(), cache=case.cache.float())
     for splits in SPLITS:
         assert_close(case.run(attention, device, splits), case.expected)
 
@@ -260,7 +262,7 @@ def test_a_row_is_what_it_is_wherever_it_stands(build: Any) -> None:
     ("shape", "block_size"),
     [
         (replace(PLAIN, head_dim=24), 16),
-        (replace(PLAIN, head_dim=512), 16),
+        (WIDE, 16),
         (replace(PLAIN, num_heads=32), 16),
         (PLAIN, 8),
     ],

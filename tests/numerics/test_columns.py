@@ -37,6 +37,12 @@ BIASED: dict[str, dict[str, Any]] = {
     "biases": {"r": 4, "lora_alpha": 4, "target_modules": ["q_proj", "o_proj"], "bias": "all"},
     "both": {"r": 4, "lora_alpha": 4, "target_modules": ["q_proj", "k_proj"], "bias": "all", "use_dora": True},
 }
+INPUTS: dict[str, dict[str, Any]] = {
+    "inputs": {
+        "r": 4, "lora_alpha": 8, "use_dora": True,
+        "target_modules": ["per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"],
+    },
+}  # fmt: skip
 
 
 def save_trained(family_folder: Path, folder: Path, seed: int, recipe: dict[str, Any]) -> Path:
@@ -65,12 +71,12 @@ def reference(family_folder: Path, folder: Path) -> Reference:
 
 
 @pytest.mark.parametrize("name", [
-    "llama", "qwen2", *(pytest.param(each, marks=pytest.mark.wide) for each in ("gemma2", "granite")),
+    "llama", "qwen2", *(pytest.param(each, marks=pytest.mark.wide) for each in ("gemma2", "granite", "gemma4_text")),
 ])  # fmt: skip
 def test_gains_and_shifts_beside_plain_rows(family_of: FamilyOf, tmp_path: Path, name: str) -> None:
     """granite runs as transformers wrote it."""
     family = family_of(name)
-    recipes = {**RECIPES, **(BIASED if name == "qwen2" else {})}
+    recipes = {**RECIPES, **{"qwen2": BIASED, "gemma4_text": INPUTS}.get(name, {})}
     folders = {
         kind: save_trained(family.folder, tmp_path / kind, seed, recipe)
         for seed, (kind, recipe) in enumerate(recipes.items())

@@ -13,7 +13,7 @@ from manylora_worker.models import loader
 from tests.numerics.adapters import Reference
 from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.driver import Driver, Stream, prompts
-from tests.numerics.test_columns import BIASED, RECIPES, reference, save_trained
+from tests.numerics.test_columns import BIASED, INPUTS, RECIPES, reference, save_trained
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
@@ -36,7 +36,7 @@ def cases(
 ) -> Cases:
     found: Cases = []
     for seed, kind in enumerate(kinds):
-        own = save_trained(family.folder, folder / kind, seed, {**RECIPES, **BIASED}[kind])
+        own = save_trained(family.folder, folder / kind, seed, {**RECIPES, **BIASED, **INPUTS}[kind])
         uid, oracle = put_device_adapter(runner, loaded, own), reference(family.folder, own)
         found += [(Stream(prompt, uid), oracle, "own") for prompt in prompts(1 + seed % 2, seed=seed, longest=6)]
     uids = {
@@ -54,6 +54,8 @@ def cases(
     pytest.param("qwen2", ["both", "biases"], marks=pytest.mark.slow),
     pytest.param("qwen3", ["some"], marks=pytest.mark.gpu),
     pytest.param("gemma2", ["dora", "low"], marks=pytest.mark.gpu),
+    pytest.param("gemma4_text", ["dora", "low", "inputs"], marks=pytest.mark.gpu),
+    pytest.param("gemma4_wide", ["dora"], marks=pytest.mark.gpu),
 ])  # fmt: skip
 def test_gains_and_shifts_beside_other_rows(
     family_of: FamilyOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kinds: list[str], device: str

@@ -26,7 +26,15 @@ from manylora_worker.models.quantized.fp8 import quantize
 from manylora_worker.planning.step_planner import PlannerLimits
 from manylora_worker.weights.layout import HostAdapter, elements_of, lay_out
 from manylora_worker.weights.source import read_adapter
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Config, Qwen3_5TextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma4TextConfig,
+    LlamaConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen3_5TextConfig,
+)
 
 from tests.numerics.adapters import FP8_SLACK
 from tests.numerics.conftest import KV_IN_FP8, Family, FamilyOf
@@ -37,7 +45,7 @@ from tests.properties.odd import Odd, allows
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 from manylora_worker.models.cuda import decoder
-from manylora_worker.models.cuda.decoder import buffer_bytes
+from manylora_worker.models.cuda.pass_sizes import buffer_bytes
 from manylora_worker.models.cuda.runner import DeviceLimits, DeviceModelRunner
 from manylora_worker.models.cuda.step_tables import StepTables
 from manylora_worker.models.decoder_weights import read_decoder
@@ -48,9 +56,14 @@ from tests.numerics.reference_tiles import ReferenceTiles
 pytestmark = pytest.mark.kernels
 
 WITHOUT_KERNELS = ("olmo2", "olmo3", "ministral3")
-ON_DEVICE = [*(name for name in FAMILIES if name not in WITHOUT_KERNELS), "qwen3_5_text"]
+ON_DEVICE = [
+    *(name for name in FAMILIES if name not in WITHOUT_KERNELS), "qwen3_5_text", "gemma4_text", "gemma4_wide"
+]  # fmt: skip
 TOLERANCE = 1e-3
-FP8_FAMILIES = [name + KV_IN_FP8 for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")]
+FP8_FAMILIES = [
+    name + KV_IN_FP8 for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gemma4_text")
+]
+BLOCK_SIZES = {"gemma4_text": 8}  # else 16. No 16 ranks of its widest layers fit in such a block
 ROPE = {
     "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
     "mrope_interleaved": True,
@@ -66,7 +79,8 @@ def make_device_runner(
     # the scales of the oracle's cache, which another device's sums may be a power of two beside
     kv = replace(loaded.spec.kv, scales=family.loaded.spec.kv.scales)
     loaded = replace(loaded, spec=replace(loaded.spec, kv=kv))
-    block_size = 64 if kv.scales else 16  # of as many bytes: an adapter's chunk has to fit
+    block_size = BLOCK_SIZES.get(loaded.spec.model_type, 16)
+    block_size *= 4 if kv.scales else 1  # of as many bytes: an adapter's chunk has to fit
     cache = KvCache(
         kv, num_blocks=900, block_size=block_size, dtype=loaded.dtype, device=loaded.device, marks_free=marks_free
     )
@@ -107,22 +121,25 @@ def check_family(
             assert on_cpu.reference.allows(stream.prompt + stream.output[:2], adapter, stream.output[2:])
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "qwen3_5_text"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "qwen3_5_text", "gemma4_text"])
 def test_what_is_kept_for_steps_is_what_they_take(
     family_of: FamilyOf, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "can_pack", lambda *_: False)
     loaded, runner = make_device_runner(family_of(name), family_of(name).folder, "cpu")
     built = runner._decoder
-    owners = [built, *([] if built._delta_pass is None else [built._delta_pass])]
+    owners = [each for each in (built, built._delta_pass, built._inputs) if each is not None]
     held = [value for owner in owners for value in vars(owner).values()]
+    if built._inputs is not None:
+        held.append(built._inputs._projected)  # a step looks up as many as it projects
     buffers = [v for v in held if isinstance(v, torch.Tensor) and v is not built._arena]
     taken = sum(
         v.nbytes for v in buffers if not any(v is each for each in (built._sites, built._ropes, built._counters))
     )
     weights = read_decoder(loaded)
     assert weights is not None
-    assert buffer_bytes(weights, loaded.dtype, max_rank=64, max_rows=1024, max_decode_rows=32) == taken
+    chunks = runner._adapters.chunks
+    assert buffer_bytes(weights, loaded.dtype, lora_chunks=chunks, max_rows=1024, max_decode_rows=32) == taken
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -167,6 +184,8 @@ def test_on_the_device(family_of: FamilyOf, name: str, monkeypatch: pytest.Monke
         ("gemma3_text", True),
         ("llama" + KV_IN_FP8, True),
         pytest.param("qwen3_5_text", True, marks=pytest.mark.slow),
+        pytest.param("gemma4_text", True, marks=pytest.mark.slow),
+        pytest.param("gemma4_wide", False, marks=pytest.mark.slow),
         pytest.param("phi3", True, marks=pytest.mark.slow),
         pytest.param("exaone4", False, marks=pytest.mark.slow),
     ],
@@ -174,6 +193,26 @@ def test_on_the_device(family_of: FamilyOf, name: str, monkeypatch: pytest.Monke
 def test_in_the_interpreter(family_of: FamilyOf, name: str, monkeypatch: pytest.MonkeyPatch, marks_free: bool) -> None:
     """marks_free: no kernel leans on zeroes in what it does not own: the unwritten end of a block, or an adapter's."""
     check_family(family_of, name, "cpu", monkeypatch, marks_free=marks_free)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", ["gemma4_text", "gemma4_wide", "gemma4_text" + KV_IN_FP8])
+def test_layers_that_differ_in_the_interpreter(family_of: FamilyOf, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few short prompts beyond the window, and a decoded token each; what test_in_the_interpreter is too slow for."""
+    monkeypatch.setattr(loader, "can_pack", lambda *_: False)
+    family = family_of(name)
+    loaded, runner = make_device_runner(family, family.folder, "cpu", marks_free=True)
+    driver = Driver(runner)  # type: ignore[arg-type]
+    mixed = [
+        (Stream(list(range(3, 3 + length)), put_device_adapter(runner, loaded, family.adapters[each])), each)
+        for length, each in ((12, "all-linear"), (5, "rslora"))
+    ]
+    tolerance = FP8_SLACK / 2 if loaded.spec.kv.scales else TOLERANCE
+    for _ in range(2):
+        for row, (stream, adapter) in zip(driver.logits([stream for stream, _ in mixed]), mixed, strict=True):
+            expected = family.reference.logits(stream.tokens, adapter)[-1]
+            torch.testing.assert_close(row, expected, atol=tolerance, rtol=0)
+            stream.output.append(7)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +252,7 @@ def test_prompts_are_scored_beside_what_is_drawn(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma4_text"])
 def test_with_free_blocks_marked_on_the_device(family_of: FamilyOf, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_family(family_of, name, "cuda", monkeypatch, marks_free=True)
 
@@ -253,14 +292,17 @@ def check_freed_are_seen(family_of: FamilyOf, device: str, monkeypatch: pytest.M
 
 
 @needs_interpreter
-@pytest.mark.parametrize("has_graphs", [False, True])
+@pytest.mark.parametrize(
+    ("model", "has_graphs"),
+    [("llama", False), ("llama", True), pytest.param("gemma4_text", True, marks=pytest.mark.slow)],
+)
 def test_the_core_runs_ahead_in_the_interpreter(
-    family_of: FamilyOf, monkeypatch: pytest.MonkeyPatch, has_graphs: bool
+    family_of: FamilyOf, monkeypatch: pytest.MonkeyPatch, model: str, has_graphs: bool
 ) -> None:
     """Pending tokens, a prompt in chunks beside a decode, a stop found late, penalties counted on the device; kernel by
     kernel, and in the shapes of the graphs with their padding; beside a row whose masks come behind the layers."""
     monkeypatch.setattr(loader, "can_pack", lambda *_: False)
-    family = family_of("llama")
+    family = family_of(model)
     _, runner = make_device_runner(family, family.folder, "cpu")
     if has_graphs:
         monkeypatch.setattr(runner, "_capture", True)
@@ -351,17 +393,35 @@ def _drawn_on_the_cpu(family: Family, prompt: list[int], sampling: Sampling, cou
     return stream.output
 
 
+REAL_SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
+    "8B": lambda: LlamaConfig(
+        vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=1024, tie_word_embeddings=False,
+    ),
+    "E2B": lambda: Gemma4TextConfig(
+        vocab_size=32000, vocab_size_per_layer_input=32000, hidden_size=1536, intermediate_size=6144,
+        num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=1, num_kv_shared_layers=2,
+        use_double_wide_mlp=True, sliding_window=48, max_position_embeddings=1024, final_logit_softcapping=30.0,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
+    "31B": lambda: Gemma4TextConfig(
+        vocab_size=32000, hidden_size=5376, intermediate_size=21504, num_hidden_layers=2, num_attention_heads=32,
+        num_key_value_heads=16, num_global_key_value_heads=4, attention_k_eq_v=True, hidden_size_per_layer_input=0,
+        sliding_window=48, max_position_embeddings=1024, layer_types=["sliding_attention", "full_attention"],
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("quantization", ["none", "fp8"])
-def test_real_shapes_in_bfloat16(quantization: Literal["none", "fp8"]) -> None:
-    """Layers as wide as an 8B model's, where products are split and cut otherwise than in the tiny models.
+@pytest.mark.parametrize(
+    ("shape", "quantization"), [("8B", "none"), ("8B", "fp8"), ("E2B", "none"), ("E2B", "fp8"), ("31B", "none")]
+)
+def test_real_shapes_in_bfloat16(shape: str, quantization: Literal["none", "fp8"]) -> None:
+    """Layers as wide as real models', where products are split and cut otherwise than in the tiny ones.
 
     Decode steps of many sizes, against transformers' own pass in float32 over the same weights and tokens.
     """
-    config = LlamaConfig(
-        vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=1024, tie_word_embeddings=False,
-    )  # fmt: skip
+    config = REAL_SHAPES[shape]()
     torch.manual_seed(0)
     register_attention()
     with torch.device("cuda"):
@@ -371,9 +431,13 @@ def test_real_shapes_in_bfloat16(quantization: Literal["none", "fp8"]) -> None:
         exact = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=torch.float32, attn_implementation="sdpa"
         ).eval()
+    for path, norm in model.named_parameters():
+        if path.endswith(("q_norm.weight", "k_norm.weight")):
+            norm.data.fill_(0.3)  # scores as moderate as a trained model's, where none scales them
     exact.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
+    adapted = {path for path, module in exact.named_modules() if isinstance(module, torch.nn.Linear)} - {"lm_head"}
     for path, module in exact.named_modules():
-        if quantization == "fp8" and path.endswith("_proj"):
+        if quantization == "fp8" and path in adapted:
             module.weight.data = quantize(module.weight.data).dequantized(torch.float32)
     loaded = loader.prepare_model(model.requires_grad_(False), name="wide", quantization=quantization)
     weights = read_decoder(loaded)
@@ -403,7 +467,7 @@ def test_real_shapes_in_bfloat16(quantization: Literal["none", "fp8"]) -> None:
         pytest.param("cuda", marks=pytest.mark.gpu),
     ],
 )
-@pytest.mark.parametrize("shape", ["gated", "fused", "post norms", "delta net"])
+@pytest.mark.parametrize("shape", ["gated", "fused", "post norms", "delta net", "inputs of layers"])
 def test_cuda_tiles_in_the_decoder(shape: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of lora_tiles.cu between the others, against the same runner with Triton's alone.
 
@@ -434,6 +498,15 @@ def test_cuda_tiles_in_the_decoder(shape: str, device: str, monkeypatch: pytest.
             linear_value_head_dim=16,
             layer_types=["linear_attention", "full_attention"],
             rope_parameters=ROPE,
+        ),
+        "inputs of layers": lambda: Gemma4TextConfig(
+            **sizes | {"num_hidden_layers": 4},
+            head_dim=16,
+            global_head_dim=32,
+            vocab_size_per_layer_input=50,
+            hidden_size_per_layer_input=16,
+            num_kv_shared_layers=2,
+            layer_types=["sliding_attention", "full_attention"] * 2,
         ),
     }[shape]()
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ from manylora_worker.models import loader
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from manylora_worker.models.cuda.decoder import buffer_bytes
+from manylora_worker.models.cuda.pass_sizes import buffer_bytes
 from manylora_worker.models.decoder_weights import read_decoder
 
 from tests.numerics.driver import Driver
@@ -59,4 +59,4 @@ def test_what_is_kept_for_steps_is_what_they_take(family: str, tmp_path: Path, m
     taken = sum(each.nbytes for each in held if isinstance(each, torch.Tensor) and not any(each is o for o in ours))
     weights = read_decoder(loaded)
     assert weights is not None
-    assert buffer_bytes(weights, loaded.dtype, max_rank=64, max_rows=1024, max_decode_rows=32) == taken
+    assert buffer_bytes(weights, loaded.dtype, lora_chunks=4, max_rows=1024, max_decode_rows=32) == taken

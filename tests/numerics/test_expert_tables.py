@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="the arena's tables are those of the kernel
 
 from manylora_worker.models.cuda.adapter_arena import AdapterArena
 from manylora_worker.models.cuda.expert_tables import ExpertFields
+from manylora_worker.models.cuda.kernels.lora import num_chunks
 
 pytestmark = pytest.mark.kernels
 
@@ -33,7 +34,7 @@ def filled(adapters: list[HostAdapter], device: str = "cpu") -> tuple[AdapterAre
     assert fields is not None
     flat = torch.full((40 * BLOCK,), float("nan"), device=device)
     arena = AdapterArena(
-        flat, BLOCK, range(40), num_slots=8, num_composed=2, num_sites=fields.first_site, max_rank=MAX_RANK,
+        flat, BLOCK, range(40), num_slots=8, num_composed=2, num_sites=fields.first_site, chunks=num_chunks(MAX_RANK),
         num_angles=1, scaled=lambda _: (torch.zeros(1), 1.0), experts=fields,
         columns=lambda adapter: adapter.buffer[:0],
     )  # fmt: skip

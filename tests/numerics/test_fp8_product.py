@@ -5,6 +5,8 @@ Runs in Triton's interpreter on the CPU and, marked gpu, as compiled code.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -86,6 +88,16 @@ def test_splits_cover_the_inputs_once(programs: int, k: int) -> None:
     assert (splits - 1) * k_of_split < k <= splits * k_of_split
     assert 1 <= splits <= 4
     assert k_of_split % 128 == 0
+
+
+@pytest.mark.parametrize("kib", [99, 227], ids=["Ada", "Hopper"])
+@pytest.mark.parametrize("block_m", [16, 32, 64, 128])
+def test_loads_under_way_fit_the_processor(block_m: int, kib: int) -> None:
+    for outputs, grouped, programs in itertools.product((1024, 28672), (False, True), (16, 448)):
+        tile = fp8_product._tile_of(block_m, outputs, grouped=grouped)
+        stages = tile.stages(block_m, programs, kib * 1024)
+        assert stages >= 2
+        assert stages * tile.block_k * (tile.block_n + 2 * block_m) <= kib * 1024
 
 
 @pytest.mark.parametrize("device", DEVICES)

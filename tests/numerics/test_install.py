@@ -23,8 +23,9 @@ def test_layers_of_another_kind(tmp_path: Path) -> None:
 def test_a_gpu_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    check_device(torch.device("cuda"))
-    check_device(torch.device("cpu"))
+    options = ("--quantization fp8", "--quantization none or nf4")
+    check_device(torch.device("cuda"), *options)
+    check_device(torch.device("cpu"), *options)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    with pytest.raises(ModelRefused, match=r"A100 has no FP8.*8\.9"):
-        check_device(torch.device("cuda"))
+    with pytest.raises(ModelRefused, match=r"--quantization fp8: A100 has no FP8.*8\.9 .*none or nf4"):
+        check_device(torch.device("cuda"), *options)

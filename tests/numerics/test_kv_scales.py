@@ -156,3 +156,11 @@ def test_keys_that_are_no_numbers_are_refused(family_of: FamilyOf, tmp_path: Pat
     loaded = with_large_keys(family_of("qwen2").folder, tmp_path / "model", math.inf)
     with pytest.raises(ModelRefused, match=r"--kv-cache-dtype fp8: .* no numbers"):
         with_fp8_kv(loaded)
+
+
+def test_a_gpu_whose_kernels_know_no_fp8_is_refused(family_of: FamilyOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    loaded = dataclasses.replace(family_of("llama").loaded, device=torch.device("cuda"))
+    with pytest.raises(ModelRefused, match=r"--kv-cache-dtype fp8: A100 has no FP8.*8\.9 .*--kv-cache-dtype auto"):
+        with_fp8_kv(loaded)

@@ -35,7 +35,8 @@ def with_tokens(count: int, seed: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen2", *(pytest.param(x, marks=pytest.mark.wide) for x in ("gemma2", "qwen3_5_text"))]
+    "name",
+    ["llama", "qwen2", *(pytest.param(x, marks=pytest.mark.wide) for x in ("gemma2", "qwen3_5_text", "gemma4_text"))],
 )
 def test_rows_of_tokens_beside_other_rows(family_of: FamilyOf, tmp_path: Path, name: str) -> None:
     """llama is tied: its head has the rows, too. Gemma scales its embeddings and cuts its logits."""

@@ -38,7 +38,7 @@ def test_which_families_are_read(family_of: FamilyOf, name: str) -> None:
     assert weights is None or weights.has_kernels == (name not in WITHOUT_KERNELS)
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "granite", "smollm3"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "granite", "smollm3", "gemma4_text", "gemma4_wide"])
 def test_bfloat16_is_near_enough(family_of: FamilyOf, name: str) -> None:
     assert trusted_weights(load_model(str(family_of(name).folder), dtype=torch.bfloat16)) is not None
 
@@ -62,7 +62,9 @@ def test_a_model_that_does_more_than_its_parts_show(family_of: FamilyOf, caplog:
     torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", pytest.param("gemma2", marks=pytest.mark.wide)])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", *(pytest.param(x, marks=pytest.mark.wide) for x in ("gemma2", "gemma4_text"))]
+)
 def test_lora_on_the_output_head(family_of: FamilyOf, tmp_path: Path, name: str) -> None:
     """Beside rows without, in a composition, and of a prompt's scored tokens. Llama's head shares the embeddings'
     weight, Gemma's logits have a soft cap behind it."""

@@ -59,8 +59,13 @@ def test_a_prompt_in_chunks_is_what_it_is_at_once(family_of: FamilyOf) -> None:
 
 def test_what_is_loaded(family_of: FamilyOf) -> None:
     """Three layers of six keep keys and values: two of 2 * 16 and one of 2 * 24 elements."""
-    loaded = family_of("gemma4_text").loaded
-    assert trusted_weights(loaded) is None, "its parts are not those of our decoder"
+    loaded, wide = (family_of(name).loaded for name in ("gemma4_text", "gemma4_wide"))
+    weights = trusted_weights(loaded)
+    assert weights is not None
+    assert weights.has_kernels
+    assert [each.kv_of for each in weights.attentions] == [0, 1, 2, 1, 1, 2]
+    products = [[slot.path[-6:] for slot in site.slots] for site in wide.sites if site.slots[0].path.endswith("q_proj")]
+    assert products == [["q_proj", "k_proj", "v_proj"], *[["q_proj", "k_proj"]] * 2]
     assert loaded.spec.kv.token_bytes(torch.float32) == 2 * 4 * (2 * 32 + 48)
     assert [place.is_own for place in loaded.spec.kv.places] == [True] * 3 + [False] * 3
     assert "model.layers.5.self_attn.k_proj" not in loaded.spec.modules

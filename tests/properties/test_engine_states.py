@@ -23,8 +23,17 @@ from manylora_worker.planning.parking import Parking
 from manylora_worker.planning.step_planner import PlannerLimits
 
 from tests.properties.engine_rig import Rig
-from tests.properties.engine_suite import CONTEXT, EOS, EOS_ONE_IN, FaultyRunner, make_request
+from tests.properties.engine_suite import (
+    CONTEXT,
+    EOS,
+    EOS_ONE_IN,
+    FaultyAheadRunner,
+    FaultyRunner,
+    make_engine,
+    make_request,
+)
 from tests.properties.test_engine_machine import EngineMachine
+from tests.properties.test_engine_masks import request_of, run
 
 _STATE_BLOCKS = 2
 
@@ -76,6 +85,9 @@ class StatefulRunner(FaultyRunner):
         blocks = chunk.block_table[: -(-end // self.block_size)]
         context = b"".join(self._blocks[block_id] for block_id in blocks)[: end * 16]
         return hashlib.blake2b(context, digest_size=16, key=bytes([index])).digest()
+
+
+class AheadStatefulRunner(StatefulRunner, FaultyAheadRunner): ...
 
 
 class StatefulEngineMachine(EngineMachine):
@@ -133,6 +145,13 @@ def test_no_answer_is_speculated() -> None:
     while rig.core.has_work():
         rig.step()
     assert rig.core.stats().guessed_tokens == 0
+
+
+def test_a_mask_that_is_late_moves_no_state_twice() -> None:
+    """On a GPU, where the layers of constrained rows are computed while their masks are made."""
+    core, runner = make_engine(64, make_runner=AheadStatefulRunner)
+    run(core, [request_of(i, (4, 20, 1, 100 * (i % 2), 1000, 1000, 20)) for i in range(4)])
+    assert not runner.faults
 
 
 def _core(num_blocks: int) -> EngineCore:

@@ -44,6 +44,14 @@ def test_who_differs_from_the_first_is_kept_out(change: dict[str, Any], said: st
     assert kept_out(pool({}, {**change, "pool": "other"})) == {}, "each pool has its own first worker"
 
 
+@pytest.mark.parametrize(
+    "change", [{"model_digest": "b" * 64}, {"dtype": "x"}, {"quantization": "nf4"}, {"rotation": "l"}]
+)
+def test_what_computes_otherwise_has_another_fingerprint(change: dict[str, Any]) -> None:
+    assert dataclasses.replace(WORKER, **change).fingerprint != WORKER.fingerprint
+    assert dataclasses.replace(WORKER, worker_id="w1", protocol=2).fingerprint == WORKER.fingerprint
+
+
 def test_there_are_so_many_pools_and_no_more() -> None:
     many = [{"pool": f"p{i}", "started_unix_s": float(i)} for i in range(MAX_POOLS + 2)]
     assert list(kept_out(pool(*many))) == [f"w{MAX_POOLS}", f"w{MAX_POOLS + 1}"]

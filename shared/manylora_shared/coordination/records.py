@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import typing
@@ -155,6 +156,11 @@ class WorkerRecord(_JsonRecord):
     def computes(self) -> tuple[str, str, str, str, int]:
         """What all workers of a pool have alike."""
         return self.model_digest, self.dtype, self.quantization, self.rotation, self.protocol
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what answers are computed with, but for adapters: equal ones answer alike. Hexadecimal."""
+        return hashlib.sha256("\n".join(self.computes[:-1]).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ class Model:
     eos_token_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, Any]  # of generation_config.json, where this router takes them
     shape: ModelShape = NO_SHAPE
+    fingerprint: str = ""  # WorkerRecord.fingerprint
 
 
 class Directory:
@@ -292,7 +293,7 @@ class Directory:
             self.models.pop(pool, None)
             shape = ModelShape(first.layer_parameters, first.head_parameters, first.attention_operations)
             self.models[pool] = Model(
-                first.model_name, first.model_digest, limits, first.eos_token_ids, defaults, shape
+                first.model_name, first.model_digest, limits, first.eos_token_ids, defaults, shape, first.fingerprint
             )
             if len(self.models) > MAX_POOLS:  # of those that are gone, the one that was seen longest ago
                 del self.models[next(iter(self.models))]

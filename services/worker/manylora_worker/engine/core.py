@@ -130,7 +130,7 @@ class EngineCore:
         self._endings = Endings(
             self._requests, self._planner, self._prefixes, self._adapters, self._outbox, self._request_closed
         )
-        self._masks = Masks(self._endings, self._flights)
+        self._masks = Masks(self._endings, self._flights, is_recurrent=state_blocks > 0)
         self._counters = WorkCounters()
         # with the version that they are of
         self._tenant_adapters: tuple[int, Mapping[TenantId, TenantAdapters]] | None = None

@@ -1,7 +1,8 @@
 """Whose masks of the next draw are being made, and what comes of it. EngineCore calls it.
 
 A runner that goes ahead computes a row's layers while its mask is made, and draws behind them. A row whose mask takes
-longer than the layers draws nothing in that step, and has its last token computed again when the mask is there.
+longer than the layers draws nothing in that step, and has its last token computed again when the mask is there. A
+recurrent model's layers wait for the mask: a token that is computed again would move its state twice.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ _PATIENCE = 2  # waits of a moment, once the layers are over
 
 
 class Masks:
-    def __init__(self, endings: Endings, flights: Flights) -> None:
+    def __init__(self, endings: Endings, flights: Flights, *, is_recurrent: bool) -> None:
         self._endings = endings
         self._flights = flights
+        self._follow = flights.run_ahead and not is_recurrent
         self._making: dict[Sequence, None] = {}
 
     @property
@@ -30,7 +32,7 @@ class Masks:
     def take(self, sequence: Sequence, token_ids: SequenceOf[int]) -> None:
         """The tokens that were drawn last, maybe none. Nothing without a constraint."""
         if sequence.matcher is not None:
-            sequence.masks_follow = self._flights.run_ahead
+            sequence.masks_follow = self._follow
             sequence.matcher.take(tuple(token_ids))
             self._making[sequence] = None
 

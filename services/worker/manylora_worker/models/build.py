@@ -312,9 +312,9 @@ def _device_runner(
         max_rank=config.max_lora_rank,
     )
     if not (config.num_blocks or config.kv_cache_mb):
-        reserved_bytes = activation_bytes(loaded, weights, limits)
+        reserved_bytes = activation_bytes(loaded, weights, limits, config.block_size)
         if draft is not None and draft.weights is not None:
-            reserved_bytes += activation_bytes(draft.loaded, draft.weights, draft_limits(config))
+            reserved_bytes += activation_bytes(draft.loaded, draft.weights, draft_limits(config), config.block_size)
         num_blocks = _blocks_left(loaded.device, reserved_bytes, block_bytes)
         num_blocks = (num_blocks if loaded.group is None else loaded.group.least(num_blocks)) - adapter_blocks
         config = replace(config, num_blocks=max(0, num_blocks))
@@ -333,7 +333,7 @@ def _device_runner(
 
 
 def _check_block(loaded: LoadedModel, config: WorkerConfig, block_bytes: int) -> None:
-    """Raises ModelRefused where one in FP8 is less than what an adapter cannot be cut below."""
+    """Raises ModelRefused where one in FP8 is less than a whole chunk of an adapter: more chunks cost every step."""
     sites = [site for site in loaded.sites if not site.experts]
     widest = max(width for site in sites for width in (site.in_features, *(s.stop - s.start for s in site.slots)))
     part_bytes = min(RANKS_AT_ONCE, config.max_lora_rank) * widest * loaded.dtype.itemsize

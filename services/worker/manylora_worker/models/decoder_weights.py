@@ -6,7 +6,7 @@ loader's probe. `torch.decoder.trusted_weights` finds what a module tree does no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from manylora_worker.models.layers.lora_linear import FusedMember, LoraLinear
 from manylora_worker.models.layers.mixture import LoraExperts, LoraRouter
 from manylora_worker.models.layers.packed_linear import PackedLinear
 from manylora_worker.models.loader import LoadedModel
+from manylora_worker.models.probe import tokens_read
 from manylora_worker.models.quantized.linear import QuantizedLinear
 from manylora_worker.models.ranks.cuts import SharedHead
 from manylora_worker.models.ranks.group import RankGroup
@@ -98,12 +99,15 @@ class MixtureMlp:
 @dataclass(frozen=True)
 class SelfAttention:
     index: int  # among the layers that attend
-    qkv: Projection
+    qkv: Projection  # queries, and what `kv_products` counts
     o: Projection
     q_norm: Tensor | None  # [head_dim], or where it norms all heads together [heads * head_dim]
     k_norm: Tensor | None
     shape: AttentionShape
     rope: int  # index into DecoderWeights.ropes
+    kv_of: int  # the index of the one whose keys and values it reads: its own, or one before it
+    kv_products: int  # 2: keys and values; 1: keys that are the values, too, before norm and rotation; 0: another's
+    norms_values: bool = False  # by head, without a weight
     sinks: Tensor | None = None  # [heads]
 
 
@@ -122,6 +126,34 @@ class GatedDelta:
 
 
 @dataclass(frozen=True)
+class LayerInput:
+    """Joins the residual behind the MLP: norm(projection(activation(gate(residual)) * the layer's part of the token's
+    `LayerInputs`)).
+    """
+
+    gate: Projection
+    projection: Projection
+    norm: Tensor
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """Of a token to each layer, [layers * width]: (norm(projection(embedding) * factor) + embed(token)) * scale, normed
+    by layer.
+    """
+
+    embed: Callable[[Tensor], Tensor]
+    projection: Projection
+    factor: float
+    norm: Tensor  # [width]
+    scale: float
+
+    @property
+    def width(self) -> int:
+        return len(self.norm)
+
+
+@dataclass(frozen=True)
 class DecoderLayer:
     mixer: SelfAttention | GatedDelta
     mlp: DenseMlp | MixtureMlp
@@ -129,6 +161,8 @@ class DecoderLayer:
     mixer_post_norm: Tensor | None  # over the mixer's output, before it joins the residual
     ffn_norm: Tensor | None
     ffn_post_norm: Tensor | None
+    input: LayerInput | None = None
+    scale: float = 1.0  # of all the residual, behind the layer
 
 
 @dataclass(frozen=True)
@@ -146,6 +180,8 @@ class DecoderWeights:
     activation: Activation
     logit_softcap: float | None
     group: RankGroup | None = None  # sums what `o` and `down` make; None: all of the model is here
+    inputs: LayerInputs | None = None  # of single layers
+    read_as: Tensor | None = None  # int64 [vocab]: the token that one is read as; None: each as itself
 
     @property
     def vocab_size(self) -> int:
@@ -209,8 +245,7 @@ def read_decoder(loaded: LoadedModel) -> DecoderWeights | None:
     body = model.get_decoder()
     head = model.get_output_embeddings()
     activation = _ACTIVATIONS.get(str(getattr(config, "hidden_act", getattr(config, "hidden_activation", ""))))
-    kv = loaded.spec.kv
-    if activation is None or not _is_plain_head(head) or kv.layers:
+    if activation is None or not _is_plain_head(head):
         return None
     norm = _rms_norm(getattr(body, "norm", None))
     if norm is None or not hasattr(body, "layers") or getattr(body, "rotary_emb", None) is None:
@@ -219,7 +254,8 @@ def read_decoder(loaded: LoadedModel) -> DecoderWeights | None:
     found = _read_layers(loaded, body.layers, rope_of, activation)
     layers = [layer for layer in found if layer is not None]
     factors, adds_one, embed = _Factors.of(config), _adds_one(body.norm), body.embed_tokens
-    if len(layers) < len(found):
+    inputs, read = _layer_inputs(body), tokens_read(model)
+    if read is None or len(layers) < len(found) or any((layer.input is None) != (inputs is None) for layer in layers):
         return None
     if not factors.are_none:
         if not factors.can_scale(layers, adds_one=adds_one):
@@ -239,7 +275,34 @@ def read_decoder(loaded: LoadedModel) -> DecoderWeights | None:
         activation=activation,
         logit_softcap=getattr(config, "final_logit_softcapping", None),
         group=loaded.group,
+        inputs=inputs,
+        read_as=_read_as(read, loaded),
     )
+
+
+def _read_as(read: Mapping[int, int], loaded: LoadedModel) -> Tensor | None:
+    table = torch.arange(loaded.spec.vocab_size, device=loaded.device)
+    for token, other in read.items():
+        table[token] = other
+    return table if read else None
+
+
+def _layer_inputs(body: nn.Module) -> LayerInputs | None:
+    projection = _projection(getattr(body, "per_layer_model_projection", None))
+    norm = _rms_norm(getattr(body, "per_layer_projection_norm", None))
+    if projection is None or norm is None:
+        return None
+    factor, scale = body.per_layer_model_projection_scale, body.per_layer_input_scale
+    assert isinstance(factor, float)
+    assert isinstance(scale, float)
+    return LayerInputs(body.embed_tokens_per_layer, projection, factor, norm, scale)
+
+
+def _layer_input(layer: nn.Module) -> LayerInput | None:
+    gate = _projection(getattr(layer, "per_layer_input_gate", None))
+    projection = _projection(getattr(layer, "per_layer_projection", None))
+    norm = _rms_norm(getattr(layer, "post_per_layer_input_norm", None))
+    return None if gate is None or projection is None or norm is None else LayerInput(gate, projection, norm)
 
 
 def _scale_of(embeddings: nn.Module, dtype: torch.dtype) -> float:
@@ -258,11 +321,16 @@ _KNOWN_LAYER_PARTS = frozenset(
         "post_feedforward_layernorm",
         "resid_attn_dropout",
         "resid_mlp_dropout",
+        "act_fn",
+        "per_layer_input_gate",
+        "per_layer_projection",
+        "post_per_layer_input_norm",
     }
 )
 _KNOWN_ATTENTION_PARTS = frozenset(
-    {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
+    {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm", "v_norm", "rotary_emb"}
 )
+_QKV = ("q_proj", "k_proj", "v_proj")
 DELTA_INPUTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 _SHARED_PARTS = frozenset({"shared_expert", "shared_expert_gate"})
 _KNOWN_MLP_PARTS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"})
@@ -285,38 +353,53 @@ def _read_layers(
         is_known = not {name for name, _ in layer.named_children()} - _KNOWN_LAYER_PARTS
         if mixer is None or read_mlp is None or norms is None or not is_known:
             return [None]
-        found.append(DecoderLayer(mixer, read_mlp, *norms))
+        scale = float(getattr(layer, "layer_scalar", 1.0))
+        found.append(DecoderLayer(mixer, read_mlp, *norms, _layer_input(layer), scale))
     return found
 
 
 def _read_attention(loaded: LoadedModel, attention: nn.Module, index: int, rope: int) -> SelfAttention | None:
     if {name for name, _ in attention.named_children()} - _KNOWN_ATTENTION_PARTS:
         return None
-    qkv, o = _fused_projection(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj")), _projection(attention.o_proj)
-    traits, kv = loaded.attention_traits[index], loaded.spec.kv
-    if qkv is None or o is None:
+    (qkv, kv_products), o = _attention_product(attention), _projection(attention.o_proj)
+    traits, places = loaded.attention_traits[index], loaded.spec.kv.places
+    place = places[index]
+    if qkv is None or o is None or place.is_own != (kv_products > 0) or not _knows_value_norm(attention):
         return None
-    gates = qkv.out_features // kv.head_dim - traits.num_heads - 2 * kv.num_kv_heads
+    head_dim = place.head_dim
+    gates = qkv.out_features // head_dim - traits.num_heads - kv_products * place.num_kv_heads
     q_norm = _rms_norm(getattr(attention, "q_norm", None))
     k_norm = _rms_norm(getattr(attention, "k_norm", None))
     if hasattr(attention, "q_norm"):
-        wide = (traits.num_heads * kv.head_dim, kv.num_kv_heads * kv.head_dim)
+        wide = (traits.num_heads * head_dim, place.num_kv_heads * head_dim)
         shapes = [tuple(each.shape) for each in (q_norm, k_norm) if each is not None]
-        if shapes not in ([(kv.head_dim,)] * 2, [(each,) for each in wide]):
+        if shapes not in ([(head_dim,)] * (2 if place.is_own else 1), [(each,) for each in wide]):
             return None
-    if gates and (gates != traits.num_heads or (q_norm is not None and len(q_norm) != kv.head_dim)):
+    if gates and (gates != traits.num_heads or kv_products < 2 or (q_norm is not None and len(q_norm) != head_dim)):
         return None
     shape = AttentionShape(
         num_heads=traits.num_heads,
-        num_kv_heads=kv.num_kv_heads,
-        head_dim=kv.head_dim,
-        scale=kv.head_dim**-0.5 if traits.scaling is None else traits.scaling,
+        num_kv_heads=place.num_kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5 if traits.scaling is None else traits.scaling,
         window=traits.sliding_window,
         softcap=traits.softcap,
         has_sinks=traits.sinks is not None,
         is_gated=gates > 0,
     )
-    return SelfAttention(index, qkv, o, q_norm, k_norm, shape, rope, traits.sinks)
+    return SelfAttention(
+        index=index,
+        qkv=qkv,
+        o=o,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        shape=shape,
+        rope=rope,
+        kv_of=next(i for i, each in enumerate(places) if each.is_own and each.first == place.first),
+        kv_products=kv_products,
+        norms_values=hasattr(attention, "v_norm"),
+        sinks=traits.sinks,
+    )
 
 
 def _read_delta(layer: nn.Module | None) -> GatedDelta | None:
@@ -325,6 +408,20 @@ def _read_delta(layer: nn.Module | None) -> GatedDelta | None:
         return None
     inputs, out = _fused_projection(layer, "", DELTA_INPUTS), _projection(layer.out_proj)
     return None if out is None else GatedDelta(net, inputs, out)
+
+
+def _attention_product(attention: nn.Module) -> tuple[Projection | None, int]:
+    """And how many of keys and values it makes beside queries."""
+    there = tuple(name for name in _QKV if getattr(attention, name, None) is not None)
+    if there == _QKV[:1]:
+        return _projection(attention.q_proj), 0
+    fused = _fused_projection(attention, "qkv_proj", there) if there == _QKV[: len(there)] else None
+    return fused, len(there or _QKV) - 1
+
+
+def _knows_value_norm(attention: nn.Module) -> bool:
+    norm = getattr(attention, "v_norm", None)
+    return norm is None or (type(norm).__name__.endswith("RMSNorm") and not list(norm.parameters()))
 
 
 def _read_mlp(mlp: nn.Module, activation: Activation) -> DenseMlp | MixtureMlp | None:
@@ -398,7 +495,7 @@ def _projection(module: nn.Module | None) -> Projection | None:
 def _rms_norm(module: nn.Module | None) -> Tensor | None:
     if module is None or not type(module).__name__.endswith("RMSNorm"):
         return None
-    weight = module.weight
+    weight = getattr(module, "weight", None)
     return weight if isinstance(weight, Tensor) else None
 
 

@@ -20,7 +20,7 @@ from manylora_worker.weights.sites import Site, Slot
 # else a model does differently (windows, soft caps, scales, head counts). A recorder stands in for the attention and
 # notes what each layer hands over.
 _FUSED: Mapping[str, Sequence[Sequence[str]]] = {
-    "self_attn": (("q_proj", "k_proj", "v_proj"),),
+    "self_attn": (("q_proj", "k_proj", "v_proj"), ("q_proj", "k_proj")),
     "mlp": (("gate_proj", "up_proj"),),
     "shared_expert": (("gate_proj", "up_proj"),),
     "linear_attn": (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba")),
@@ -74,8 +74,9 @@ def install_linears(
     done: set[str] = set(heads)
     for path in [path for path, _ in model.named_modules()]:  # a list of modules would keep all weights to its end
         for members in roles.get(path.rpartition(".")[2], ()):
-            if not set(members) <= {name for name, _ in model.get_submodule(path).named_children()}:
-                continue  # a layer of experts, whose family has plain ones, too
+            there = {name for name, _ in model.get_submodule(path).named_children() if f"{path}.{name}" not in done}
+            if not set(members) <= there:
+                continue  # a layer of experts, whose family has plain ones, too, or one whose keys are its values
             outputs = [own(f"{path}.{member}") for member in members]
             sites.append(_fuse(model.get_submodule(path), path, members, len(sites), switch, outputs))
             done |= {f"{path}.{member}" for member in members}

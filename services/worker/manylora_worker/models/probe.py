@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,19 +89,45 @@ class Probe:
     attention_traits: Sequence[AttentionTraits]
 
 
+def _passed(model: PreTrainedModel, token_ids: Sequence[int], recorder: _Recorder) -> Any:
+    with torch.inference_mode():
+        return model(
+            input_ids=torch.tensor([token_ids], device=model.device),
+            position_ids=torch.arange(len(token_ids), device=model.device)[None],
+            use_cache=False,
+            **{STEP_KEYWORD: recorder},
+        )
+
+
+def tokens_read(model: PreTrainedModel) -> Mapping[int, int] | None:
+    """Of a model of more than text: tokens that it reads as others (those of images as padding, where there are none).
+    None: not known.
+    """
+    config, embeddings = model.config, model.get_input_embeddings()
+    if config.get_text_config() is config:
+        return {}
+    values = (value for name, value in vars(config).items() if name.endswith(("_token_id", "_token_index")))
+    named = sorted({each for each in values if isinstance(each, int) and 0 <= each < embeddings.num_embeddings})
+    if not named:
+        return {}
+    read: list[list[int]] = []
+    hook = embeddings.register_forward_pre_hook(lambda _, given: read.append(given[0].flatten().tolist()))
+    try:
+        _passed(model, named, _Recorder())
+    finally:
+        hook.remove()
+    if [len(each) for each in read] != [len(named)]:
+        return None
+    return {token: seen for token, seen in zip(named, read[0], strict=True) if token != seen}
+
+
 def probe(model: PreTrainedModel, state: StateGeometry | None = None) -> Probe:
     """state: of its recurrent layers. Raises ModelRefused."""
     recorder = _Recorder()
     label = f"{type(model).__name__}"
     try:
-        with torch.inference_mode():
-            output = model(
-                # not 0: an embedding of padding may be zeroes, which no position changes
-                input_ids=torch.full((1, 2), model.config.get_text_config().vocab_size // 2, device=model.device),
-                position_ids=torch.arange(2, device=model.device)[None],
-                use_cache=False,
-                **{STEP_KEYWORD: recorder},
-            )
+        # not 0: an embedding of padding may be zeroes, which no position changes
+        output = _passed(model, [model.config.get_text_config().vocab_size // 2] * 2, recorder)
     except (TypeError, KeyError, AttributeError) as error:  # its code looks into what we replaced, or drops keywords
         raise ModelRefused(
             f"{label}: does not work with other linear layers, or does not hand keywords on to its attention ({error})"

@@ -78,7 +78,7 @@ _UNPLANNED = {
     "num_experts": "a mixture of experts",
     "num_local_experts": "a mixture of experts",
     "n_routed_experts": "a mixture of experts",
-    "linear_num_value_heads": "gated delta nets, which no GPU serves",
+    "linear_num_value_heads": "gated delta nets",
     "global_head_dim": "heads that differ from layer to layer",
     "per_layer_config": "layers that differ",
 }

@@ -70,7 +70,7 @@ def headers(error: ManyloraError) -> dict[str, str]:
         told["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))
     elif error.code in _RETRIED:
         told["x-should-retry"] = "false"
-    for breach in sorted(error.breaches, key=lambda each: each.capacity > 0):  # a bucket's count, before others
+    for breach in sorted(error.breaches, key=lambda each: each.capacity > 0):  # the last of a kind is told: a bucket
         if (kind := _kind(breach.quota)) is None:
             continue
         told[f"x-ratelimit-limit-{kind}"] = str(breach.capacity or breach.limit)

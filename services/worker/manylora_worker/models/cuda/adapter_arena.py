@@ -38,7 +38,7 @@ from manylora_worker.weights.layout import (
     elements_before,
     place_columns,
 )
-from manylora_worker.weights.sites import DeviceAdapter, SlotColumns
+from manylora_worker.weights.sites import DeviceAdapter, Site, SlotColumns
 
 _BLOCKS_AT_ONCE = 4
 _LAYOUTS = 64
@@ -52,8 +52,23 @@ class NoRoom(Exception): ...
 _Kind = tuple[tuple[PlacedSite, ...], tuple[PlacedVector, ...]]
 
 
-# Matrices are cut in chunks of CHUNK_RANKS ranks (kernels/lora.py). Chunks that follow one another in the host buffer
+# Matrices are cut in chunks of CHUNK_RANKS ranks (kernels/lora.py), or of fewer where a block has no room for so many
+# rows; a rank counts as if all chunks but the last were whole. Chunks that follow one another in the host buffer
 # share a block while they fit: an adapter is one copy a block, and any free blocks serve any adapter.
+def ranks_of_chunk(width: int, block_elements: int) -> int:
+    """Of matrices of rows of `width` weights: as many as a block has room for."""
+    return max(1, min(CHUNK_RANKS, block_elements // width))
+
+
+def arena_chunks(sites: Sequence[Site], block_elements: int, max_rank: int) -> int:
+    """Of an adapter of the largest rank, or of several that take it together in steps of CHUNK_RANKS, on the widest of
+    the sites' layers.
+    """
+    products = [site for site in sites if not site.experts]
+    widths = [max(site.in_features, *(slot.stop - slot.start for slot in site.slots)) for site in products]
+    return num_chunks(max_rank) * -(-CHUNK_RANKS // ranks_of_chunk(max(widths), block_elements))
+
+
 @dataclass(frozen=True)
 class _Run:
     """A stretch of the host buffer, or of what lies behind it, that lies in one block."""
@@ -89,10 +104,12 @@ def place(adapter: HostAdapter, block_elements: int, chunks: int, experts: Exper
                 pieces.append((start, length, placed.site, field))
             continue
         for slot, start, stop, b in placed.slots:
-            words.append((placed.site, slot, stop - start))
-            for chunk in range(num_chunks(stop - start)):
-                first = chunk * CHUNK_RANKS
-                rows = min(CHUNK_RANKS, stop - start - first)
+            most = ranks_of_chunk(max(placed.a.columns, b.columns), block_elements)
+            full, rest = divmod(stop - start - 1, most)
+            words.append((placed.site, slot, full * CHUNK_RANKS + rest + 1))
+            for chunk in range(full + 1):
+                first = chunk * most
+                rows = min(most, stop - start - first)
                 words.append((placed.site, part_field(slot, chunk, chunks), part_word(rows)))
                 a_start = placed.a.start + (start + first) * placed.a.columns
                 pieces.append((a_start, rows * placed.a.columns, placed.site, a_field(slot, chunk, chunks)))
@@ -144,6 +161,7 @@ class AdapterArena:
         scaled: an adapter's own, and their factor.
         columns: gains and shifts of an adapter that has any, flat on the device (layout.place_columns).
         experts: of a model that has any.
+        chunks: of one matrix, at most; see arena_chunks.
         num_composed: at least as many as one step's rows can name.
         clear: blocks that an adapter gives back, [n]; None: they keep their content.
     """
@@ -157,7 +175,7 @@ class AdapterArena:
         num_slots: int,
         num_composed: int,
         num_sites: int,
-        max_rank: int,
+        chunks: int,
         num_angles: int,
         scaled: Callable[[RopeScaling], tuple[Tensor, float]],
         columns: Callable[[HostAdapter], Tensor],
@@ -166,7 +184,7 @@ class AdapterArena:
     ) -> None:
         self._clear = clear
         self._experts = experts
-        self.chunks = num_chunks(max_rank)
+        self.chunks = chunks
         self.block_elements = block_elements
         fields = site_fields(self.chunks)
         num_entries = num_slots + 1 + num_composed

@@ -7,26 +7,34 @@ so a CUDA graph replays the pass for other batches of the same shape (rows, LoRA
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from manylora_worker.models.cuda.delta_pass import DeltaPass, DeltaSizes, StateStep
-from manylora_worker.models.cuda.expert_mlp import ExpertMlp, MixtureSizes
+from manylora_worker.models.cuda.delta_pass import DeltaPass, StateStep
+from manylora_worker.models.cuda.expert_mlp import ExpertMlp
 from manylora_worker.models.cuda.expert_tables import ExpertAdapters
 from manylora_worker.models.cuda.kernels.add_norm import add_norm
-from manylora_worker.models.cuda.kernels.attention import DecodeScratch, PagedLayout, attend_decode, attend_prefill
+from manylora_worker.models.cuda.kernels.attention import (
+    DecodeScratch,
+    PagedLayout,
+    attend_decode,
+    attend_prefill,
+    prefill_block_m,
+)
 from manylora_worker.models.cuda.kernels.attention_decode import DecodeAttention
 from manylora_worker.models.cuda.kernels.combine import combine
 from manylora_worker.models.cuda.kernels.delta_net import StateLayout
 from manylora_worker.models.cuda.kernels.gate import gate, gate_attended
-from manylora_worker.models.cuda.kernels.gemm import PARTS_ELEMENTS, linear
-from manylora_worker.models.cuda.kernels.lora import LoraRows, low_rank_columns, num_chunks, shrink, shrink_splits
+from manylora_worker.models.cuda.kernels.gemm import linear
+from manylora_worker.models.cuda.kernels.lora import LoraRows, low_rank_columns, shrink, shrink_splits
 from manylora_worker.models.cuda.kernels.lora_tiles import FEWEST_ROWS, MOST_ROWS, LoraTiles
 from manylora_worker.models.cuda.kernels.rotate import rotate_store, row_angles
+from manylora_worker.models.cuda.layer_inputs import InputPass
+from manylora_worker.models.cuda.pass_sizes import PassSizes, widest
 from manylora_worker.models.decoder_weights import (
     DecoderWeights,
     DenseMlp,
@@ -72,89 +80,15 @@ class DeviceStep:
     logit_rows: Tensor | None = None  # int64: rows whose logits are wanted; None: all, in order
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """Of the pass's buffers: [rows, columns], or flat ones of float32."""
-
-    rows: Mapping[str, tuple[int, int]]
-    low_rank: int
-    parts: int
-    angles: int
-    mixture: MixtureSizes | None
-    delta: DeltaSizes | None
-
-    @classmethod
-    def of(cls, weights: DecoderWeights, *, lora_chunks: int, max_rows: int, max_decode_rows: int) -> _Sizes:
-        # of a mixer: the product that it begins with, and the one that it ends with
-        mixers = [(each.qkv, each.o) for each in weights.attentions]
-        mixers += [(each.inputs, each.out) for each in weights.deltas if each.inputs is not None]
-        first_outputs = max(first.out_features for first, _ in mixers)
-        last_inputs = max(last.in_features for _, last in mixers)
-        last_outputs = max(last.out_features for _, last in mixers)
-        queries = max(each.o.in_features for each in weights.attentions)
-        is_gated = any(each.shape.is_gated for each in weights.attentions)
-        mixtures = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MixtureMlp)]
-        shared = [mlp.shared.mlp for mlp in mixtures if mlp.shared is not None]
-        dense = [*(layer.mlp for layer in weights.layers if isinstance(layer.mlp, DenseMlp)), *shared]
-        gate_up = max((mlp.gate_up.out_features for mlp in dense), default=0)
-        gated = max((mlp.down.in_features for mlp in dense), default=0)
-        routers = [mlp.router.out_features for mlp in mixtures]
-        widths = {each.in_features for both in mixers for each in both} | {gated} - {0}
-        most = max(shrink_splits(width, rows) * rows for width in widths for rows in range(1, max_rows + 1))
-        rows = {} if weights.group is None else _head_rows(weights, weights.group.size, max_decode_rows)
-        return cls(
-            rows={
-                **rows,
-                "residual": (max_rows, weights.hidden_size),
-                "normed": (max_rows, weights.hidden_size),
-                "delta": (max_rows, weights.hidden_size),
-                "mixed": (max_rows, first_outputs),
-                "q": (max_rows, queries),
-                "gates": (max_rows, queries if is_gated else 0),
-                "attended": (max_rows, last_inputs),
-                "gate_up": (max_rows, gate_up),
-                "gated": (max_rows, gated),
-                "routed": (max_rows, max(routers, default=0)),
-                "shared": (max_rows, weights.hidden_size if shared else 0),
-                "shared_gates": (max_rows, min(1, len(shared))),
-                "logits": (max_decode_rows, weights.vocab_size),
-                "lora": (min(max_rows, MOST_ROWS), max(first_outputs, last_outputs)),
-            },
-            low_rank=most * low_rank_columns(lora_chunks),
-            parts=PARTS_ELEMENTS,
-            angles=2 * max_rows * weights.ropes[0][0].shape[1],
-            mixture=MixtureSizes.of(weights, lora_chunks=lora_chunks, max_rows=max_rows),
-            delta=DeltaSizes(weights.deltas[0].net.shape, max_rows) if weights.deltas else None,
-        )
-
-    def bytes(self, dtype: torch.dtype) -> int:
-        by_rows = sum(rows * columns for rows, columns in self.rows.values())
-        mixture = 0 if self.mixture is None else self.mixture.bytes(dtype)
-        delta = 0 if self.delta is None else self.delta.bytes
-        return by_rows * dtype.itemsize + 4 * (self.low_rank + self.parts + self.angles) + mixture + delta
-
-
-def _head_rows(weights: DecoderWeights, size: int, max_decode_rows: int) -> dict[str, tuple[int, int]]:
-    columns = -(-weights.vocab_size // size)
-    return {"head": (max_decode_rows, columns), "heads": (size * max_decode_rows, columns)}
-
-
-def buffer_bytes(
-    weights: DecoderWeights, dtype: torch.dtype, *, max_rank: int, max_rows: int, max_decode_rows: int
-) -> int:
-    """What a Decoder takes on the device beside weights and arena."""
-    sizes = _Sizes.of(weights, lora_chunks=num_chunks(max_rank), max_rows=max_rows, max_decode_rows=max_decode_rows)
-    return sizes.bytes(dtype)
-
-
 # Per layer: norm | qkv product | rotate and store | attention | o product | add and norm | gate-up product | gate |
-# down product | add and norm (the next layer's). In place of attention: delta_pass.py between two products. LoRA's
-# shrink runs beside a product, or, with the expand, before it in steps that kernels/lora_tiles.py serves.
+# down product | add and norm (the next layer's); where a layer has an input of its own, gate product | gate | product |
+# add and norm behind that. In place of attention: delta_pass.py between two products. LoRA's shrink runs beside a
+# product, or, with the expand, before it in steps that kernels/lora_tiles.py serves.
 class Decoder:
     """Args:
     arena: every block of KV and adapters, flat; kv: the same, as elements of keys and values.
-    layer_offsets: where each layer's keys begin inside a block, in elements.
-    scales: by layer, of keys and values in FP8; cuts: see rotate_store.
+    layouts, layer_offsets: by attention; the latter: where its keys begin inside a block, in elements of `kv`.
+    scales: by attention, of keys and values in FP8; cuts: see rotate_store.
     sites: int64 [sites, adapter slots, fields]; see kernels/lora.py.
     ropes: float32 [adapter slots, rotated / 2 + 1]; see rotate.row_angles.
     pdl: see the kernels package.
@@ -166,7 +100,7 @@ class Decoder:
         *,
         arena: Tensor,
         kv: Tensor,
-        layout: PagedLayout,
+        layouts: Sequence[PagedLayout],
         layer_offsets: Sequence[int],
         scales: Sequence[tuple[float, float]],
         cuts: Tensor | None,
@@ -181,31 +115,26 @@ class Decoder:
     ) -> None:
         self.weights = weights
         self._arena = arena
-        self._layout = layout
+        self._layouts = layouts
         self._layer_caches = [kv[offset:] for offset in layer_offsets]
         self._scales, self._cuts = scales or [(1.0, 1.0)] * len(layer_offsets), cuts
         self._sites = sites
         self._ropes = ropes
         self._lora_chunks = lora_chunks
         device, dtype = arena.device, arena.dtype
-        sizes = _Sizes.of(weights, lora_chunks=lora_chunks, max_rows=max_rows, max_decode_rows=max_decode_rows)
+        sizes = PassSizes.of(weights, lora_chunks=lora_chunks, max_rows=max_rows, max_decode_rows=max_decode_rows)
 
         def buffer(name: str) -> Tensor:
             return torch.zeros(sizes.rows[name], dtype=dtype, device=device)
 
-        self._residual = buffer("residual")
-        self._normed = buffer("normed")
+        self._residual, self._normed = buffer("residual"), buffer("normed")
         group = weights.group
         self._delta = buffer("delta") if group is None else group.summed_buffer(*sizes.rows["delta"], dtype)
         if group is not None:
             self._head, self._heads = buffer("head"), buffer("heads")
-        self._mixed = buffer("mixed")
-        self._q = buffer("q")
-        self._gates = buffer("gates")
-        self._attended = buffer("attended")
-        self._gate_up = buffer("gate_up")
-        self._gated = buffer("gated")
-        self._routed = buffer("routed")
+        self._mixed, self._routed = buffer("mixed"), buffer("routed")
+        self._q, self._gates, self._attended = buffer("q"), buffer("gates"), buffer("attended")
+        self._gate_up, self._gated = buffer("gate_up"), buffer("gated")
         self._shared, self._shared_gates = buffer("shared"), buffer("shared_gates")
         self._experts = None
         if sizes.mixture is not None:
@@ -215,6 +144,9 @@ class Decoder:
         if sizes.delta is not None:
             assert states is not None
             self._delta_pass = DeltaPass(sizes.delta, states, pdl=pdl)
+        self._inputs = None
+        if sizes.inputs is not None:
+            self._inputs = InputPass(weights, sizes.inputs, dtype, device, pdl=pdl)
         self._logits = buffer("logits")
         self._lora = buffer("lora")
         self._lora_tiles = LoraTiles.where_it_runs(lora_chunks, dtype, device)
@@ -223,10 +155,12 @@ class Decoder:
         self._angles = torch.zeros(sizes.angles, device=device)
         self._counters = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._pdl = pdl
-        self._scratch = DecodeScratch(max_decode_rows, weights.attentions[0].shape, MAX_SPLITS, device)
+        shapes = {each.shape for each in weights.attentions}
+        self.prefill_rows = max(map(prefill_block_m, shapes))  # of a tile, at most
+        self._scratch = DecodeScratch(max_decode_rows, widest(shapes), MAX_SPLITS, device)
+        block_size, is_fp8 = layouts[0].block_size, kv.dtype.itemsize == 1
         self._decode_attention = {
-            shape: DecodeAttention.where_it_runs(shape, layout.block_size, dtype, device, is_fp8=kv.dtype.itemsize == 1)
-            for shape in {each.shape for each in weights.attentions}
+            shape: DecodeAttention.where_it_runs(shape, block_size, dtype, device, is_fp8=is_fp8) for shape in shapes
         }
         self._sinks = [None if each.sinks is None else each.sinks.float() for each in weights.attentions]
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -245,7 +179,14 @@ class Decoder:
         weights = self.weights
         rows = step.rows
         residual, normed, delta = self._residual[:rows], self._normed[:rows], self._delta[:rows]
-        residual.copy_(weights.embed(step.token_ids[:rows]))
+        token_ids = step.token_ids[:rows]
+        if weights.read_as is not None:
+            token_ids = weights.read_as[token_ids]
+        residual.copy_(weights.embed(token_ids))
+        product_of = partial(self._product, step=step, expands=False)
+        inputs = None
+        if self._inputs is not None:
+            inputs = self._inputs.of_tokens(token_ids, residual, product_of, num_rows=step.num_rows)
         ropes = self._step_ropes(step)
         self._norm(None, residual, normed, None, weights.layers[0].input_norm, step, None)
         for i, layer in enumerate(weights.layers):
@@ -257,7 +198,13 @@ class Decoder:
             product, lora = self._mlp(layer.mlp, normed, delta, step)
             is_last = i + 1 == len(weights.layers)
             next_norm = weights.final_norm if is_last else weights.layers[i + 1].input_norm
-            self._norm(product, residual, normed, layer.ffn_post_norm, next_norm, step, lora)
+            post_norm, own = layer.ffn_post_norm, layer.input
+            if own is not None and self._inputs is not None and inputs is not None:
+                self._norm(product, residual, normed, post_norm, None, step, lora)
+                gated = self._inputs.of_layer(own, i, normed, inputs, product_of, num_rows=step.num_rows)
+                product, lora = self._product(own.projection, gated, delta, step)
+                post_norm = own.norm
+            self._norm(product, residual, normed, post_norm, next_norm, step, lora, factor=layer.scale)
 
     def _attention(
         self,
@@ -470,6 +417,8 @@ class Decoder:
         pre: Tensor | None,
         step: DeviceStep,
         lora: LoraRows | None,
+        *,
+        factor: float = 1.0,
     ) -> None:
         add_norm(
             delta,
@@ -482,6 +431,7 @@ class Decoder:
             num_rows=step.num_rows,
             counters=self._counters,
             lora=lora,
+            factor=factor,
             pdl=self._pdl,
         )
 
@@ -530,10 +480,12 @@ class Decoder:
             num_heads=mixer.shape.num_heads,
             num_kv_heads=mixer.shape.num_kv_heads,
             head_dim=mixer.shape.head_dim,
-            layout=self._layout,
+            layout=self._layouts[mixer.index],
             num_rows=step.num_rows,
             lora=lora,
             num_slots=len(mixer.qkv.site.slots),
+            kv_products=mixer.kv_products,
+            norms_values=mixer.norms_values,
             gates=gates,
             angles_by_row=step.lora is not None and len(self.weights.ropes) == 1,
             scales=self._scales[mixer.index],
@@ -554,7 +506,7 @@ class Decoder:
                 table_rows=step.table_rows[: step.decode_rows],
                 positions=step.positions,
                 num_rows=step.num_rows,
-                layout=self._layout,
+                layout=self._layouts[mixer.index],
                 scratch=self._scratch,
                 splits=step.splits,
                 pdl=self._pdl,
@@ -569,8 +521,9 @@ class Decoder:
                 tables=step.tables,
                 tiles=step.prefill_tiles,
                 num_tiles=step.num_prefill_tiles,
+                tile_rows=self.prefill_rows,
                 shape=shape,
-                layout=self._layout,
+                layout=self._layouts[mixer.index],
                 sinks=sinks,
                 scales=self._scales[mixer.index],
             )

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from manylora_worker.kinds.api import DraftModel, Sampled, SequenceChunk, StepBatch, draws_of
 from manylora_worker.models.columns import BaseColumns
-from manylora_worker.models.cuda.adapter_arena import AdapterArena
-from manylora_worker.models.cuda.decoder import Decoder, DeviceStep, buffer_bytes
+from manylora_worker.models.cuda.adapter_arena import AdapterArena, arena_chunks
+from manylora_worker.models.cuda.decoder import Decoder, DeviceStep
 from manylora_worker.models.cuda.expert_tables import ExpertFields
 from manylora_worker.models.cuda.graph_shapes import (
     BUCKETS,
@@ -39,9 +39,10 @@ from manylora_worker.models.cuda.graph_shapes import (
     mixed_shapes,
     room_for_prefill_tiles,
 )
-from manylora_worker.models.cuda.kernels.attention import PagedLayout, prefill_block_m
+from manylora_worker.models.cuda.kernels.attention import PagedLayout
 from manylora_worker.models.cuda.kernels.delta_net import StateLayout
 from manylora_worker.models.cuda.kernels.sampling import DeviceBars, DeviceSampler, SampledRows, SamplingPlan
+from manylora_worker.models.cuda.pass_sizes import buffer_bytes
 from manylora_worker.models.cuda.pending_step import Draws, PendingStep
 from manylora_worker.models.cuda.sampler_rows import SamplerRows, bars_on_device
 from manylora_worker.models.cuda.step_packing import PackedStep, StepPacker
@@ -49,7 +50,7 @@ from manylora_worker.models.cuda.step_tables import StepTables, to_device
 from manylora_worker.models.decoder_weights import DecoderLayer, DecoderWeights, DenseMlp
 from manylora_worker.models.drafts.drafter import Drafter
 from manylora_worker.models.layers.host_kv import TensorHostKv
-from manylora_worker.models.layers.kv_cache import KvCache
+from manylora_worker.models.layers.kv_cache import KvCache, LayerKv
 from manylora_worker.models.layers.prompt_scores import ScoredRows, Scores, score
 from manylora_worker.models.loader import LoadedModel
 from manylora_worker.models.merged_weights import MergedWeights
@@ -64,28 +65,31 @@ class DeviceLimits:
     max_rank: int
 
 
-def activation_bytes(loaded: LoadedModel, weights: DecoderWeights, limits: DeviceLimits) -> int:
+def activation_bytes(loaded: LoadedModel, weights: DecoderWeights, limits: DeviceLimits, block_size: int) -> int:
     """What a DeviceModelRunner takes on the device beside weights and arena, graphs included."""
     rows, vocab_size = limits.max_sequences, loaded.spec.vocab_size
-    decoder = buffer_bytes(
-        weights, loaded.dtype, max_rank=limits.max_rank, max_rows=limits.max_rows, max_decode_rows=rows
-    )
+    block_elements = loaded.spec.kv.token_bytes(loaded.dtype) * block_size // loaded.dtype.itemsize
+    chunks = arena_chunks(loaded.sites, block_elements, limits.max_rank)
+    decoder = buffer_bytes(weights, loaded.dtype, lora_chunks=chunks, max_rows=limits.max_rows, max_decode_rows=rows)
     # Scores, penalties, a bias and, while logprobs are taken, two distributions: float32 of the vocabulary each.
     sampler = rows * vocab_size * 4 * 5
     graphs = sum(1 for _ in decode_shapes(rows)) + sum(1 for _ in mixed_shapes(limits.max_rows, rows))
     layers = sum(map(_kernels_share, weights.layers))
-    return decoder + sampler + graphs * layers * _GRAPH_BYTES_A_LAYER + _WORKSPACE_BYTES
+    return decoder + sampler + int(graphs * layers * _GRAPH_BYTES_A_LAYER) + _WORKSPACE_BYTES
 
 
 _GRAPH_BYTES_A_LAYER = 400_000  # measured: 337 graphs of 32 layers take 3.4 GiB
 _WORKSPACE_BYTES = 1 << 30  # kernels, and cuBLAS' workspaces
 
 
-def _kernels_share(layer: DecoderLayer) -> int:
-    """Of a dense layer's kernels: a layer of experts has about twice as many, and more beside a shared one."""
+def _kernels_share(layer: DecoderLayer) -> float:
+    """Of a dense layer's kernels, which are eight: a layer of experts has about twice as many, and more beside a shared
+    one; an input of its own takes four.
+    """
+    of_input = 0.0 if layer.input is None else 0.5
     if isinstance(layer.mlp, DenseMlp):
-        return 1
-    return 2 if layer.mlp.shared is None else 3
+        return 1.0 + of_input
+    return (2.0 if layer.mlp.shared is None else 3.0) + of_input
 
 
 _Result = TypeVar("_Result")
@@ -136,7 +140,7 @@ def _adapter_arena(
         num_slots=limits.adapter_slots,
         num_composed=2 * limits.max_sequences,
         num_sites=sum(1 for site in loaded.sites if not site.experts),
-        max_rank=limits.max_rank,
+        chunks=arena_chunks(loaded.sites, block_elements, limits.max_rank),
         num_angles=weights.ropes[0][0].shape[1],
         scaled=weights.scaled,
         columns=BaseColumns(loaded).flat,
@@ -151,6 +155,18 @@ def _state_layout(cache: KvCache) -> StateLayout | None:
         return None
     blocks = cache.flat.view(torch.float32)
     return StateLayout(blocks, blocks.numel() // cache.num_blocks, state.layer_elements)
+
+
+def _layout(cache: KvCache, place: LayerKv) -> PagedLayout:
+    # A layer's rows of a block are one stretch: here all of its keys come first, whatever parts it has.
+    width = place.num_kv_heads * place.head_dim
+    return PagedLayout(
+        block_size=cache.block_size,
+        stride_block=cache.block_elements,
+        stride_token=width,
+        stride_kv=cache.block_size * width,
+        stride_head=place.head_dim,
+    )
 
 
 class DeviceModelRunner:
@@ -174,24 +190,19 @@ class DeviceModelRunner:
         self._drafter = drafter
         self.host_kv = TensorHostKv(cache.by_block, num_host_blocks)
         self._capture = loaded.device.type == "cuda"  # the interpreter of the tests has no graphs
-        geometry = cache.geometry
-        bs, row = cache.block_size, geometry.row_elements
-        self._layout = PagedLayout(
-            block_size=bs,
-            stride_block=cache.block_elements,
-            stride_token=row,
-            stride_kv=bs * row,
-            stride_head=geometry.head_dim,
-        )
+        places = cache.geometry.places
         self._adapters = _adapter_arena(loaded, weights, cache, limits, num_kv_blocks)
         pdl = loaded.device.type == "cuda" and torch.cuda.get_device_capability(loaded.device) >= (9, 0)
         self._decoder = Decoder(
             weights,
             arena=cache.flat,
             kv=cache.kept,
-            layout=self._layout,
-            layer_offsets=[cache.first_element + 2 * i * bs * row for i in range(geometry.num_layers)],
-            scales=geometry.scales,
+            layouts=[_layout(cache, place) for place in places],
+            layer_offsets=[
+                cache.first_element + 2 * place.first * cache.block_size * cache.geometry.row_elements
+                for place in places
+            ],
+            scales=cache.geometry.scales,
             cuts=None if cache.cuts is None else cache.cuts.count,
             sites=self._adapters.sites,
             ropes=self._adapters.ropes,
@@ -207,10 +218,10 @@ class DeviceModelRunner:
             loaded.device,
             max_rows=limits.max_rows,
             max_sequences=limits.max_sequences,
-            block_size=bs,
-            max_blocks=-(-loaded.spec.longest // bs),
-            prefill_rows=prefill_block_m(weights.attentions[0].shape),
-            num_kv_heads=geometry.num_kv_heads,
+            block_size=cache.block_size,
+            max_blocks=-(-loaded.spec.longest // cache.block_size),
+            prefill_rows=self._decoder.prefill_rows,
+            num_kv_heads=min(place.num_kv_heads for place in places),
             state_blocks=cache.state_blocks,
         )
         self._device = self._packer.tables.device

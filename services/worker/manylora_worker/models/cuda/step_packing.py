@@ -37,7 +37,7 @@ class StepPacker:
     """Args:
     max_rows, max_sequences: of one step; the latter decode.
     max_blocks: of one sequence's tokens. state_blocks: before them in its table.
-    prefill_rows: of a prompt that one program attends.
+    prefill_rows: of a prompt's tile (attention.attend_prefill), at most.
     """
 
     def __init__(

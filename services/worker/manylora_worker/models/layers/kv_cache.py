@@ -128,7 +128,8 @@ def _up_to(count: int, unit: int) -> int:
 #
 # A layer's view starts `2 * layer + kv` arena rows further on: one index tensor a step serves every layer. Where layers
 # differ in their widths, a row is as wide as their greatest common divisor, and a layer has several ("layer" above is
-# then a part of one), so that pool, swapping and indices know nothing of it. A draft model's rows follow in the same
+# then a part of one), so that pool, swapping and indices know nothing of it; a GPU's kernels take the same stretch of a
+# block as the layer's keys, all of them, and then its values. A draft model's rows follow in the same
 # block, in arena rows of its own size: `beside` is the same tensor as it sees it.
 class KvCache:
     def __init__(
@@ -270,7 +271,8 @@ class KvCache:
         """
         place = self._places[layer]
         if self._scales:
-            keys, values = (self._codes(x, scale) for x, scale in zip((keys, values), self._scales[layer], strict=True))
+            pairs = zip((keys, values), self._scales[layer], strict=True)
+            keys, values = (self._codes(x, scale, counts=place.is_own) for x, scale in pairs)
         if place.is_own:
             parts = zip(keys.chunk(place.count, 1), values.chunk(place.count, 1), strict=True)
             for row, (own_keys, own_values) in enumerate(parts, place.first):
@@ -279,9 +281,10 @@ class KvCache:
                 value_view.index_copy_(0, token_rows, own_values)
         return keys, values
 
-    def _codes(self, x: Tensor, scale: float) -> Tensor:
+    def _codes(self, x: Tensor, scale: float, *, counts: bool) -> Tensor:
         assert self.cuts is not None
-        self.cuts.count.add_((x.abs() > scale * FP8_LARGEST).sum())
+        if counts:
+            self.cuts.count.add_((x.abs() > scale * FP8_LARGEST).sum())
         return codes_of(x, scale).view(torch.uint8)
 
     def clear_blocks(self, block_ids: Tensor) -> None:

@@ -36,7 +36,7 @@ def quantize_to_fp8(model: PreTrainedModel, shipped: ShippedCodes | None, group:
 
     Raises ModelRefused.
     """
-    check_device(model.device)
+    check_device(model.device, "--quantization fp8", "--quantization none or nf4")
     for path, module in model.named_modules():
         if not isinstance(module, LoraLinear):
             continue
@@ -83,12 +83,12 @@ def keep_int4(model: PreTrainedModel, shipped: ShippedCodes) -> None:
         module.base = int4.Int4Linear(weight, module.base.bias, kernels)
 
 
-def check_device(device: torch.device) -> None:
+def check_device(device: torch.device, option: str, instead: str) -> None:
     """Raises ModelRefused for a GPU that cannot read FP8."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FIRST_WITH_FP8:
         raise ModelRefused(
-            f"--quantization fp8: {torch.cuda.get_device_name(device)} has no FP8: it takes compute capability "
-            f"{'.'.join(map(str, _FIRST_WITH_FP8))} (start with --quantization none or nf4)"
+            f"{option}: {torch.cuda.get_device_name(device)} has no FP8: it takes compute capability "
+            f"{'.'.join(map(str, _FIRST_WITH_FP8))} (start with {instead})"
         )
 
 

@@ -19,6 +19,7 @@ from manylora_worker.models.decoder_weights import (
     DecoderWeights,
     DenseMlp,
     GatedDelta,
+    LayerInput,
     MixtureMlp,
     Projection,
     SelfAttention,
@@ -31,6 +32,7 @@ from manylora_worker.models.layers.mixture import chosen_experts
 from manylora_worker.models.layers.recurrence import StateRows, StepStates
 from manylora_worker.models.layers.token_rows import StepTokens
 from manylora_worker.models.loader import LoadedModel
+from manylora_worker.models.torch.layer_inputs import InputOfLayer, TokenInputs
 
 _LOG = logging.getLogger(__name__)
 _CHECKED_TOKENS = 8
@@ -94,8 +96,16 @@ class ScaledRows:
     factors: Tensor  # [n, 1]
 
 
-# (normed rows, cos and sin of each of the decoder's ropes, the step) -> what joins the residual
-_Mixer = Callable[[Tensor, Sequence[tuple[Tensor, Tensor]], AttentionStep], Tensor]
+@dataclass(frozen=True)
+class _Step:
+    """written: keys and values of the step's tokens, by attention, of those that another reads, too."""
+
+    ropes: Sequence[tuple[Tensor, Tensor]]  # cos and sin of each of the decoder's
+    attention: AttentionStep
+    written: dict[int, tuple[Tensor, Tensor]]
+
+
+_Mixer = Callable[[Tensor, _Step], Tensor]  # of normed rows, what joins the residual
 
 
 @dataclass(frozen=True)
@@ -108,24 +118,30 @@ class _Layer:
     mixer_post_norm: Tensor | None
     ffn_norm: Tensor | None
     ffn_post_norm: Tensor | None
+    input: InputOfLayer | None
+    scale: float
 
 
 class _Attention:
-    # q_norm, k_norm: over a head, or over all heads together
+    # q_norm, k_norm: over a head, or over all heads together. is_read: by another, too
 
-    def __init__(self, weights: SelfAttention, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> None:
+    def __init__(
+        self, weights: SelfAttention, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, *, is_read: bool
+    ) -> None:
         shape = weights.shape
-        self._weights, self._eps = weights, eps
+        self._weights, self._eps, self._is_read = weights, eps, is_read
         self._qkv, self._o = _Product(weights.qkv), _Product(weights.o)
-        self._head_norms: Tensor | None = None  # [query and kv heads, head_dim]: of every head that is rotated
+        self._rotated_heads = (shape.num_heads, shape.num_kv_heads if weights.kv_products else 0)
+        self._head_norms: Tensor | None = None  # [query and key heads, head_dim]: of every head that is rotated
         self._wide_norms: tuple[Tensor, Tensor] | None = None
-        if q_norm is not None and k_norm is not None:
-            if len(q_norm) == shape.head_dim:
-                self._head_norms = torch.stack([q_norm] * shape.num_heads + [k_norm] * shape.num_kv_heads)
-            else:
-                self._wide_norms = (q_norm, k_norm)
+        norms = [each for each in (q_norm, k_norm) if each is not None]
+        if any(len(each) != shape.head_dim for each in norms):
+            self._wide_norms = (norms[0], norms[1])
+        elif norms:
+            by_kind = zip(norms, self._rotated_heads, strict=False)  # a layer that makes no keys has no norm of them
+            self._head_norms = torch.cat([each.expand(count, -1) for each, count in by_kind])
 
-    def __call__(self, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], attention: AttentionStep) -> Tensor:
+    def __call__(self, x: Tensor, step: _Step) -> Tensor:
         weights, shape = self._weights, self._weights.shape
         rotated, values, gates = self._parts(self._qkv(x))
         heads = rotated.unflatten(1, (-1, shape.head_dim))
@@ -135,13 +151,16 @@ class _Attention:
             heads = torch.cat([_norm(*each, self._eps) for each in parts], 1).view(heads.shape)
         if self._head_norms is not None:
             heads = (_norm(heads, None, self._eps) * self._head_norms).to(heads.dtype)
-        turned = _rotate(heads, *ropes[weights.rope])
-        queries, keys = turned.split_with_sizes((shape.num_heads, shape.num_kv_heads), 1)
-        attended = attention.attend_rows(
+        queries, keys = _rotate(heads, *step.ropes[weights.rope]).split_with_sizes(self._rotated_heads, 1)
+        if weights.norms_values:
+            values = _norm(values.unflatten(1, (-1, shape.head_dim)), None, self._eps).flatten(1)
+        own = (keys.flatten(1), values) if weights.kv_products else step.written[weights.kv_of]
+        if self._is_read:
+            step.written[weights.index] = own
+        attended = step.attention.attend_rows(
             weights.index,
             queries.unflatten(1, (shape.num_kv_heads, -1)),
-            keys.flatten(1),
-            values,
+            *own,
             shape.scale,
             shape.window,
             shape.softcap,
@@ -151,7 +170,9 @@ class _Attention:
 
     def _parts(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """What is rotated, the values, and the gates."""
-        shape = self._weights.shape
+        weights, shape = self._weights, self._weights.shape
+        if weights.kv_products < 2:  # the keys, where there are any, are the values
+            return qkv, qkv[:, shape.num_heads * shape.head_dim :], None
         rest = shape.num_kv_heads * shape.head_dim
         if not shape.is_gated:
             return *qkv.split_with_sizes((qkv.shape[1] - rest, rest), 1), None
@@ -161,8 +182,8 @@ class _Attention:
 
 
 def _recurring(delta: GatedDelta) -> _Mixer:
-    def mix(x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], attention: AttentionStep) -> Tensor:
-        return attention.recur(delta.net, x[None])[0]
+    def mix(x: Tensor, step: _Step) -> Tensor:
+        return step.attention.recur(delta.net, x[None])[0]
 
     return mix
 
@@ -170,8 +191,13 @@ def _recurring(delta: GatedDelta) -> _Mixer:
 class TorchDecoder:
     def __init__(self, weights: DecoderWeights) -> None:
         self._weights = weights
+        self._read_again = {each.kv_of for each in weights.attentions if each.kv_of != each.index}
         self._layers = [self._layer(layer) for layer in weights.layers]
         self._final_norm = self._norm_weight(weights.final_norm)
+        self._inputs = None
+        if weights.inputs is not None:
+            norm = partial(self._norm, weight=self._norm_weight(weights.inputs.norm))
+            self._inputs = TokenInputs(weights.inputs, _Product(weights.inputs.projection), norm)
         self.scaled = lru_cache(_KNOWN_ROPES)(weights.scaled)
 
     def layers(
@@ -184,14 +210,18 @@ class TorchDecoder:
     ) -> Tensor:
         """token_ids, positions: [T] -> [T, hidden], for `head`."""
         weights = self._weights
+        if weights.read_as is not None:
+            token_ids = weights.read_as[token_ids]
         # The embedding's rows are copies, so that the residual may be added to in place.
         residual = weights.embed(token_ids)
         if tokens is not None:
             tokens.embed(token_ids, residual, weights.embed_scale)
+        inputs = None if self._inputs is None else self._inputs(token_ids, residual)
         ropes = [_rope_rows(*table, positions, residual.dtype, scaled) for table in weights.ropes]
-        for layer in self._layers:
+        step = _Step(ropes, attention, {})
+        for i, layer in enumerate(self._layers):
             normed = self._normed(residual, layer.input_norm)
-            product = layer.mixer(normed, ropes, attention)
+            product = layer.mixer(normed, step)
             if layer.mixer_post_norm is not None:
                 product = self._norm(product, layer.mixer_post_norm)
             residual.add_(product)
@@ -199,6 +229,10 @@ class TorchDecoder:
             if layer.ffn_post_norm is not None:
                 product = self._norm(product, layer.ffn_post_norm)
             residual.add_(product)
+            if layer.input is not None and inputs is not None:
+                residual.add_(layer.input(residual, inputs[:, i]))
+            if layer.scale != 1.0:
+                residual.mul_(layer.scale)
         return residual
 
     def head(self, residual: Tensor, logit_rows: Tensor, adapted: Sequence[HeadLora | StepTokens] = ()) -> Tensor:
@@ -220,6 +254,14 @@ class TorchDecoder:
             return mixture
         return partial(_beside_shared, mixture, self._mlp(mlp.shared.mlp), _Product(mlp.shared.gate))
 
+    def _input(self, given: LayerInput) -> InputOfLayer:
+        return InputOfLayer(
+            _Product(given.gate),
+            _ACTIVATIONS[self._weights.activation],
+            _Product(given.projection),
+            partial(self._norm, weight=self._norm_weight(given.norm)),
+        )
+
     def _normed(self, residual: Tensor, weight: Tensor | None) -> Tensor:
         return residual if weight is None else self._norm(residual, weight)
 
@@ -234,13 +276,15 @@ class TorchDecoder:
             mixer_post_norm=_optional(layer.mixer_post_norm, self._norm_weight),
             ffn_norm=_optional(layer.ffn_norm, self._norm_weight),
             ffn_post_norm=_optional(layer.ffn_post_norm, self._norm_weight),
+            input=None if layer.input is None else self._input(layer.input),
+            scale=layer.scale,
         )
 
     def _mixer(self, mixer: SelfAttention | GatedDelta) -> _Mixer:
         if isinstance(mixer, GatedDelta):
             return _recurring(mixer)
         q_norm, k_norm = (_optional(each, self._norm_weight) for each in (mixer.q_norm, mixer.k_norm))
-        return _Attention(mixer, q_norm, k_norm, self._weights.eps)
+        return _Attention(mixer, q_norm, k_norm, self._weights.eps, is_read=mixer.index in self._read_again)
 
     def _norm_weight(self, weight: Tensor) -> Tensor:
         return weight.detach().float() + (1.0 if self._weights.norm_weight_plus_one else 0.0)

@@ -16,6 +16,7 @@ from manylora_worker.models.layers.fp8_codes import FP8_LARGEST
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.layers.recurrence import StateRows, StepStates
 from manylora_worker.models.loader import LoadedModel
+from manylora_worker.models.quantized.install import check_device
 
 _LOG = logging.getLogger(__name__)
 _TOKENS = 64
@@ -32,6 +33,7 @@ class _Watched(KvCache):
 
 def with_fp8_kv(loaded: LoadedModel) -> LoadedModel:
     """Raises ModelRefused."""
+    check_device(loaded.device, "--kv-cache-dtype fp8", "--kv-cache-dtype auto")
     found = _largest(loaded)
     if not all(math.isfinite(each) for pair in found for each in pair):
         raise ModelRefused(f"{loaded.spec.model_type}: --kv-cache-dtype fp8: it has keys or values that are no numbers")

@@ -98,10 +98,10 @@ class Door:
         return model.limits.longest if model is not None else 0
 
     @property
-    def model_digest(self) -> str:
+    def fingerprint(self) -> str:
         """Empty while no worker was ever seen."""
         model = self.intake.model_of(self.pool)
-        return model.digest if model is not None else ""
+        return model.fingerprint if model is not None else ""
 
     async def read(self, exchange: Exchange, qos_class: QosClass | None = None) -> Fields:
         """The body's fields."""
@@ -212,7 +212,7 @@ class Answering:
             "object": shape.event_name if form.is_stream else shape.whole_name,
             "created": int(door.now_unix_s()),
             "model": form.model,
-            "system_fingerprint": f"fp_{door.model_digest[:_FINGERPRINT_CHARS]}",
+            "system_fingerprint": f"fp_{door.fingerprint[:_FINGERPRINT_CHARS]}",
         }
 
     async def run(self) -> None:

@@ -16,10 +16,10 @@ from manylora_worker.models.cuda.kernels.lora import LoraRows, expand, expand_ar
 def _add_norm_kernel(
     delta_ptr, residual_ptr, out_ptr, post_weight_ptr, pre_weight_ptr, num_rows_ptr, counters_ptr, outputs_ptr,
     row_adapters_ptr, low_rank_ptr, weights_ptr, sites_ptr, stride_part, stride_low_rank, stride_split, stride_site,
-    eps, N: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, HAS_DELTA: tl.constexpr,
-    HAS_POST: tl.constexpr, HAS_PRE: tl.constexpr, WEIGHT_PLUS_ONE: tl.constexpr, HAS_OUTPUTS: tl.constexpr,
-    HAS_LORA: tl.constexpr, CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr,
-    COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    eps, factor, N: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr,
+    HAS_DELTA: tl.constexpr, HAS_POST: tl.constexpr, HAS_PRE: tl.constexpr, WEIGHT_PLUS_ONE: tl.constexpr,
+    HAS_OUTPUTS: tl.constexpr, HAS_LORA: tl.constexpr, CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr,
+    BLOCK_S: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     BLOCK_P: tl.constexpr = BLOCK_N // PIECES
@@ -62,7 +62,7 @@ def _add_norm_kernel(
             if WEIGHT_PLUS_ONE:
                 weight += 1.0
             delta = delta * scale * weight
-        residual += delta
+        residual = (residual + delta) * factor
         tl.store(residual_ptr + at, residual, mask=mask)
     else:
         residual = tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -92,9 +92,11 @@ def add_norm(
     num_rows: Tensor,
     counters: Tensor,
     lora: LoraRows | None,
+    factor: float = 1.0,
     pdl: bool,
 ) -> None:
-    """residual += post_norm(delta + LoRA); out = pre_norm(residual). A norm without a weight is left out.
+    """residual = (residual + post_norm(delta + LoRA)) * factor; out = pre_norm(residual). A norm without a weight is
+    left out.
 
     Args:
         delta: [parts, rows, hidden], from gemm.linear.
@@ -116,8 +118,8 @@ def add_norm(
         residual if delta is None else delta, residual, out, residual if post_weight is None else post_weight,
         residual if pre_weight is None else pre_weight, num_rows, counters, residual if outputs is None else outputs,
         **expand_arguments(lora, num_rows),
-        stride_part=0 if delta is None else delta.stride(0), eps=eps, N=hidden, BLOCK_N=block_n, PIECES=pieces,
-        PARTS=1 if delta is None else delta.shape[0], HAS_DELTA=delta is not None, HAS_POST=post_weight is not None,
-        HAS_PRE=pre_weight is not None,
+        stride_part=0 if delta is None else delta.stride(0), eps=eps, factor=factor, N=hidden, BLOCK_N=block_n,
+        PIECES=pieces, PARTS=1 if delta is None else delta.shape[0], HAS_DELTA=delta is not None,
+        HAS_POST=post_weight is not None, HAS_PRE=pre_weight is not None,
         WEIGHT_PLUS_ONE=weight_plus_one, HAS_OUTPUTS=outputs is not None, PDL=pdl, num_warps=num_warps, launch_pdl=pdl,
     )  # fmt: skip

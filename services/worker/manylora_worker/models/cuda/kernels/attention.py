@@ -228,13 +228,16 @@ def attend_decode(
     # Many programs hide each other's waits, and small tiles leave room for more of them; few must each begin early.
     is_many = rows * shape.num_kv_heads >= 1024
     block_n = 32 if is_many or block_d > 128 else 64
+    num_warps = 1 if is_many else 4
+    if block_d > 256:  # one warp, or so many tokens of a tile, would have to leave registers
+        block_n, num_warps = 16 if is_many else 32, 4
     _decode_kernel[(rows, shape.num_kv_heads, splits)](
         q, cache, tables, table_rows, positions, num_rows, out, scratch.partial, scratch.stats, scratch.counters,
         sinks, shape.scale * scales[0], scales[1], tables.stride(0), layout.stride_block, layout.stride_token,
         layout.stride_kv, layout.stride_head, NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
         HEAD_DIM=shape.head_dim, BLOCK_D=block_d, BLOCK_G=max(16, triton.next_power_of_2(group)), BLOCK_N=block_n,
         BLOCK_SIZE=layout.block_size, WINDOW=shape.window or 0, SOFTCAP=shape.softcap or 0.0, SINKS=shape.has_sinks,
-        SPLITS=splits, EARLY=not is_many, PDL=pdl, num_warps=1 if is_many else 4, num_stages=2, launch_pdl=pdl,
+        SPLITS=splits, EARLY=not is_many, PDL=pdl, num_warps=num_warps, num_stages=2, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -243,14 +246,16 @@ def _prefill_kernel(
     q_ptr, cache_ptr, tables_ptr, tiles_ptr, out_ptr, sinks_ptr, scale, value_scale, stride_table, stride_block,
     stride_token, stride_kv, stride_head, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
+    """BLOCK_M rows, one of a tile's SHARES."""
     head = tl.program_id(0)
-    tile = tl.program_id(1)
-    first_row = tl.load(tiles_ptr + tile * 4)
-    count = tl.load(tiles_ptr + tile * 4 + 1)
-    start = tl.load(tiles_ptr + tile * 4 + 2)
-    if count == 0:
+    tile = tl.program_id(1) // SHARES
+    before = tl.program_id(1) % SHARES * BLOCK_M
+    first_row = tl.load(tiles_ptr + tile * 4) + before
+    count = tl.minimum(tl.load(tiles_ptr + tile * 4 + 1) - before, BLOCK_M)
+    start = tl.load(tiles_ptr + tile * 4 + 2) + before
+    if count <= 0:
         return
     table_ptr = tables_ptr + tl.load(tiles_ptr + tile * 4 + 3).to(tl.int64) * stride_table
     kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
@@ -322,7 +327,8 @@ def _prefill_kernel(
 
 
 def prefill_block_m(shape: AttentionShape) -> int:
-    return 128 if shape.head_dim <= 128 else 64
+    """Rows of a prompt that one program attends. Wider heads leave a program fewer registers a row."""
+    return 128 if shape.head_dim <= 128 else 64 if shape.head_dim <= 256 else 32
 
 
 def attend_prefill(
@@ -333,6 +339,7 @@ def attend_prefill(
     tables: Tensor,
     tiles: Tensor,
     num_tiles: int,
+    tile_rows: int,
     shape: AttentionShape,
     layout: PagedLayout,
     sinks: Tensor | None = None,
@@ -342,18 +349,20 @@ def attend_prefill(
 
     Args:
         q, out: [rows, heads * head_dim].
-        tiles: int32 [>= num_tiles, PREFILL_TILE_FIELDS]: first row, rows (at most `prefill_block_m`; 0: unused), the
-            first row's position, its sequence in `tables`.
+        tiles: int32 [>= num_tiles, PREFILL_TILE_FIELDS]: first row, rows (at most `tile_rows`; 0: unused), the first
+            row's position, its sequence in `tables`.
         sinks, scales: as `attend_decode`'s.
     """
     block_d = triton.next_power_of_2(shape.head_dim)
     wide = q.dtype.itemsize == 4
-    block_m = prefill_block_m(shape)
-    _prefill_kernel[(shape.num_heads, num_tiles)](
+    block_m = min(tile_rows, prefill_block_m(shape))
+    shares = triton.cdiv(tile_rows, block_m)
+    _prefill_kernel[(shape.num_heads, num_tiles * shares)](
         q, cache, tables, tiles, out, sinks, shape.scale * scales[0], scales[1], tables.stride(0), layout.stride_block,
         layout.stride_token, layout.stride_kv, layout.stride_head, NUM_HEADS=shape.num_heads,
         NUM_KV_HEADS=shape.num_kv_heads, HEAD_DIM=shape.head_dim, BLOCK_D=block_d, BLOCK_M=block_m,
-        BLOCK_N=32 if wide else 64, BLOCK_SIZE=layout.block_size, WINDOW=shape.window or 0,
-        SOFTCAP=shape.softcap or 0.0, SINKS=shape.has_sinks, num_warps=8 if block_m == 128 else 4,
+        BLOCK_N=32 if wide or block_d > 256 else 64, BLOCK_SIZE=layout.block_size, WINDOW=shape.window or 0,
+        SOFTCAP=shape.softcap or 0.0, SINKS=shape.has_sinks, SHARES=shares,
+        num_warps=8 if block_m == 128 or block_d > 256 else 4,
         num_stages=1 if wide else 2,
     )  # fmt: skip

@@ -41,9 +41,10 @@ class _Tile:
     block_k: int
     num_warps: int
 
-    def stages(self, block_m: int, *, alone: bool) -> int:
-        """How many loads are under way. alone: on its processor."""
-        kib = 200 if alone else 96
+    def stages(self, block_m: int, programs: int, shared_bytes: int) -> int:
+        """How many loads are under way. programs: of one tile of rows. shared_bytes: that one may have."""
+        alone = block_m > 64 or (block_m == 64 and programs <= _PROCESSORS)  # on its processor
+        kib = 200 if alone and shared_bytes >= 200 * 1024 else 96  # Ada's processors have 99
         return kib * 1024 // (self.block_k * (self.block_n + 2 * block_m))
 
 
@@ -149,7 +150,7 @@ def product(x: Tensor, weight: Fp8Weight, bias: Tensor | None, *, pdl: bool) -> 
         TensorDescriptor.from_tensor(weight.codes, [tile.block_n, tile.block_k]),
         weight.scales, row_scales, x if bias is None else bias, out, num_rows, n, groups, weight.group_size,
         K=k, K_OF_SPLIT=k_of_split, BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        STAGES=tile.stages(block_m, alone=block_m > 64 or (block_m == 64 and tiles * splits <= _PROCESSORS)),
+        STAGES=tile.stages(block_m, tiles * splits, _shared_bytes(x.device)),
         GROUPED=groups > 1, HAS_BIAS=bias is not None, PDL=pdl, INTERPRETED=_interpreted(),
         num_warps=tile.num_warps, launch_pdl=pdl,
     )  # fmt: skip
@@ -193,6 +194,13 @@ def dequantize(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
         codes, scales, out, k, scales.shape[1], weight.group_size, BLOCK=block, num_warps=4
     )
     return out
+
+
+def _shared_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    most: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return most
 
 
 def _interpreted() -> bool:

@@ -12,6 +12,18 @@ from manylora_worker.models.decoder_weights import Activation
 
 
 @triton.jit
+def activated(gate, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "gelu":
+        return 0.5 * gate * (1.0 + tl.erf(0.7071067811865476 * gate))
+    elif ACTIVATION == "gelu_tanh":
+        # tanh(z) = 1 - 2 / (exp(2 z) + 1), which is right at both ends of the range
+        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return 0.5 * gate * (2.0 - 2.0 / (tl.exp(2.0 * tl.minimum(z, 40.0)) + 1.0))
+    else:
+        return gate / (1.0 + tl.exp(-gate))
+
+
+@triton.jit
 def _gate_kernel(
     gate_up_ptr,
     out_ptr,
@@ -67,15 +79,7 @@ def _gate_kernel(
             columns, columns + UP_COLUMN, column_mask, SLOT_COLUMNS, BLOCK_M, CHUNKS, SPLIT_K, BLOCK_S,
             COLUMNS,
         )  # fmt: skip
-    if ACTIVATION == "gelu":
-        activated = 0.5 * gate * (1.0 + tl.erf(0.7071067811865476 * gate))
-    elif ACTIVATION == "gelu_tanh":
-        # tanh(z) = 1 - 2 / (exp(2 z) + 1), which is right at both ends of the range
-        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        activated = 0.5 * gate * (2.0 - 2.0 / (tl.exp(2.0 * z) + 1.0))
-    else:
-        activated = gate / (1.0 + tl.exp(-gate))
-    tl.store(out_ptr + rows[:, None].to(tl.int64) * N + columns[None, :], activated * up, mask=mask)
+    tl.store(out_ptr + rows[:, None].to(tl.int64) * N + columns[None, :], activated(gate, ACTIVATION) * up, mask=mask)
 
 
 def gate(

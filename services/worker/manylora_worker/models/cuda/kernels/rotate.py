@@ -40,9 +40,10 @@ def _rotate_store_kernel(
     stride_site, eps, key_factor, value_factor, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr, HEAD_NORM: tl.constexpr,
-    WEIGHT_PLUS_ONE: tl.constexpr, GATED: tl.constexpr, ANGLES_BY_ROW: tl.constexpr, HAS_OUTPUTS: tl.constexpr,
-    HAS_LORA: tl.constexpr, BY_TILE: tl.constexpr, NUM_SLOTS: tl.constexpr, CHUNKS: tl.constexpr,
-    SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr, COLUMNS: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
+    WEIGHT_PLUS_ONE: tl.constexpr, VALUE_NORM: tl.constexpr, KV_PRODUCTS: tl.constexpr, GATED: tl.constexpr,
+    ANGLES_BY_ROW: tl.constexpr, HAS_OUTPUTS: tl.constexpr, HAS_LORA: tl.constexpr, BY_TILE: tl.constexpr,
+    NUM_SLOTS: tl.constexpr, CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr, COLUMNS: tl.constexpr,
+    FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of BLOCK_M rows: its rotated halves `one` and `two`, and the `rest` that is not rotated."""
     head = tl.program_id(0)
@@ -53,15 +54,19 @@ def _rotate_store_kernel(
     rows = first_row + offsets
     row_mask = offsets < count
     QUERIES: tl.constexpr = NUM_HEADS * (2 if GATED else 1)  # heads wide
-    WIDTH: tl.constexpr = (QUERIES + 2 * NUM_KV_HEADS) * HEAD_DIM
+    WIDTH: tl.constexpr = (QUERIES + KV_PRODUCTS * NUM_KV_HEADS) * HEAD_DIM
     is_query = head < NUM_HEADS
     is_gate = head >= NUM_HEADS + 2 * NUM_KV_HEADS
     is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (not is_gate)
     is_turned = head < NUM_HEADS + NUM_KV_HEADS
     own_head = tl.where(is_gate, head - NUM_HEADS - 2 * NUM_KV_HEADS, head)  # of queries and gates
     place = head
+    has_slot = is_value
     if GATED:  # a gate stands behind its query
         place = tl.where(is_query, 2 * head, tl.where(is_gate, 2 * own_head + 1, head + NUM_HEADS))
+    if KV_PRODUCTS == 1:  # a value is made of what its key is made of
+        place -= tl.where(is_value, NUM_KV_HEADS, 0)
+        has_slot = head < 0
     start = place * HEAD_DIM
     halves = tl.arange(0, BLOCK_HALF)
     half_mask = halves < HALF
@@ -107,8 +112,8 @@ def _rotate_store_kernel(
             slot_columns = slot + WIDTH
         else:
             of_queries = is_query | is_gate
-            slot = tl.where(of_queries, 0, tl.where(is_value, 2, 1))
-            column = start - tl.where(of_queries, 0, tl.where(is_value, QUERIES + NUM_KV_HEADS, QUERIES) * HEAD_DIM)
+            slot = tl.where(of_queries, 0, tl.where(has_slot, 2, 1))
+            column = start - tl.where(of_queries, 0, tl.where(has_slot, QUERIES + NUM_KV_HEADS, QUERIES) * HEAD_DIM)
             slot_columns = tl.where(of_queries, QUERIES, NUM_KV_HEADS) * HEAD_DIM
         one, two = expand_pair(
             one, two, low_rank_ptr, stride_low_rank, stride_split, weights_ptr, site, slot, slot, rows, row_mask,
@@ -140,6 +145,16 @@ def _rotate_store_kernel(
                 if WEIGHT_PLUS_ONE:
                     w_rest += 1.0
                 rest = rest * scale * w_rest[None, :]
+    if VALUE_NORM:  # noqa: SIM102
+        if is_value:
+            total = tl.sum(one * one, 1) + tl.sum(two * two, 1)
+            if REST > 0:
+                total += tl.sum(rest * rest, 1)
+            scale = tl.rsqrt(total / HEAD_DIM + eps)[:, None]
+            one = one * scale
+            two = two * scale
+            if REST > 0:
+                rest = rest * scale
     turned = one * cos - two * sin
     two = two * cos + one * sin
     one = turned
@@ -189,6 +204,8 @@ def rotate_store(
     num_rows: Tensor,
     lora: LoraRows | None,
     num_slots: int,
+    kv_products: int = 2,
+    norms_values: bool = False,
     angles_by_row: bool = False,
     gates: Tensor | None = None,
     scales: tuple[float, float] = (1.0, 1.0),
@@ -196,7 +213,7 @@ def rotate_store(
     pdl: bool,
 ) -> None:
     """Args:
-    qkv: [parts, rows, (heads + 2 kv heads) * head_dim], from gemm.linear.
+    qkv: [parts, rows, (heads + kv_products * kv heads) * head_dim], from gemm.linear.
     q: [rows, heads * head_dim], written.
     cache: the arena from the layer's first element on, written.
     tables, table_rows, positions: see attention.py.
@@ -204,11 +221,13 @@ def rotate_store(
         one half a rotation on.
     num_rows: int32 scalar; rows behind it are left alone.
     scales: see attention.py. cuts: int64 [1], to which what no code of FP8 is large enough for is added.
-    lora: of the projection, with `num_slots` 3 (q, k, v) or 1 (a family that fuses them itself).
-    gates: as `q`, written where each query's gate stands behind it: that gate's sigmoid.
+    lora: of the projection, with `num_slots` 1 + kv_products (q, k, v) or 1 (a family that fuses them itself).
+    kv_products: 1: a value is its key before norm and rotation; 0: nothing is stored.
+    norms_values: by head, without a weight.
+    gates: as `q`, written where each query's gate stands behind it (and keys are made): that gate's sigmoid.
     """
     rows = qkv.shape[1]
-    num_all_heads = num_heads * (1 if gates is None else 2) + 2 * num_kv_heads
+    num_all_heads = num_heads * (1 if gates is None else 2) + (2 * num_kv_heads if kv_products else 0)
     outputs = None if lora is None else lora.outputs
     lora = lora if outputs is None else None
     by_tile = lora is not None and lora.num_tiles > 0
@@ -235,9 +254,9 @@ def rotate_store(
         BLOCK_HALF=max(16, triton.next_power_of_2(half)), REST=rest,
         BLOCK_REST=max(16, triton.next_power_of_2(max(rest, 1))), BLOCK_SIZE=layout.block_size, BLOCK_M=block_m,
         PARTS=qkv.shape[0], HEAD_NORM=q_norm is not None, WEIGHT_PLUS_ONE=weight_plus_one,
-        GATED=gates is not None, ANGLES_BY_ROW=angles_by_row, HAS_OUTPUTS=outputs is not None, BY_TILE=by_tile,
-        NUM_SLOTS=num_slots, FP8=cache.dtype.itemsize == 1, PDL=pdl,
-        num_warps=1 if block_m <= 2 or by_tile else 4, launch_pdl=pdl,
+        VALUE_NORM=norms_values, KV_PRODUCTS=kv_products, GATED=gates is not None, ANGLES_BY_ROW=angles_by_row,
+        HAS_OUTPUTS=outputs is not None, BY_TILE=by_tile, NUM_SLOTS=num_slots, FP8=cache.dtype.itemsize == 1, PDL=pdl,
+        num_warps=1 if block_m <= 2 or (by_tile and head_dim <= 256) else 4, launch_pdl=pdl,
     )  # fmt: skip
 
 
