@@ -128,7 +128,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
 
 MIXTURES: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3_moe": lambda: Qwen3MoeConfig(
-        **_SHAPE, head_dim=16, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=True,
+        **_SHAPE, head_dim=16, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, norm_topk_prob=True,
         mlp_only_layers=[1],
     ),
     "gpt_oss": lambda: GptOssConfig(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from manylora_worker.models import loader
 from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.quantized.fp8 import joined as fp8_joined
 from manylora_worker.models.quantized.install import ShippedCodes
@@ -11,7 +14,9 @@ from manylora_worker.models.quantized.int4 import joined as int4_joined
 from manylora_worker.models.ranks.cuts import check_cuts, cut_codes, is_summed, own_outputs
 from manylora_worker.weights.packing import ModuleWeights, Packing, StoredMatrix
 from manylora_worker.weights.sites import Site, Slot
-from transformers import LlamaConfig, Olmo2Config
+from transformers import LlamaConfig, Olmo2Config, Qwen3MoeConfig
+
+from tests.numerics.families import make_model
 
 KNOWN = frozenset({"llama"})
 
@@ -25,6 +30,9 @@ def test_what_does_not_divide_is_named_with_its_number() -> None:
         check_cuts(config, 5, KNOWN)
     with pytest.raises(ModelRefused, match="model_type olmo2 is not one"):
         check_cuts(Olmo2Config(), 2, KNOWN)
+    mixture = Qwen3MoeConfig(num_attention_heads=4, num_key_value_heads=4, moe_intermediate_size=40)
+    with pytest.raises(ModelRefused, match=r"2: does not divide moe_intermediate_size 40 into multiples of 8$"):
+        check_cuts(mixture, 2, frozenset({"qwen3_moe"}))
 
 
 def test_only_layers_that_write_the_residual_stream_are_summed() -> None:
@@ -53,6 +61,14 @@ class _Ranks:
 
     def __init__(self, rank: int) -> None:
         self.rank, self.size = rank, 2
+
+
+def test_experts_that_would_not_be_summed_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("qwen3_moe", tmp_path)
+    assert len(loader._experts(model, "none", _Ranks(0))) == 2  # type: ignore[arg-type]
+    monkeypatch.setattr(loader, "taken_over", lambda _, found: found[1:])
+    with pytest.raises(ModelRefused, match=r"--tensor-parallel 2: model.layers.0.mlp.experts are no experts as we"):
+        loader._experts(model, "none", _Ranks(0))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("groups", [1, 4])

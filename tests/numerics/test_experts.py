@@ -58,10 +58,10 @@ def test_what_is_loaded(mixture: Mixture) -> None:
     assert sum(isinstance(module, LoraExperts) for module in loaded.model.modules()) == 2
     stack = "model.layers.0.mlp.experts"
     assert loaded.spec.experts.keys() == {stack, "model.layers.2.mlp.experts"}
-    assert loaded.spec.modules[f"{stack}.7.down_proj"] == (40, 64)
+    assert loaded.spec.modules[f"{stack}.7.down_proj"] == (48, 64)
     assert {slot.path for site in loaded.sites for slot in site.slots} == set(loaded.spec.modules)
     dense = 64 * (64 + 32 + 32) + 64 * 64
-    active = 3 * dense + 3 * 64 * 96 + 2 * (64 * 8 + 3 * 3 * 64 * 40)
+    active = 3 * dense + 3 * 64 * 96 + 2 * (64 * 8 + 3 * 3 * 64 * 48)
     assert _active_parameters(loaded.spec) == active
 
 

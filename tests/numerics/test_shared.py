@@ -12,7 +12,8 @@ from manylora_worker.kinds.api import LosableRunner, RunnerLost, StepBatch
 from manylora_worker.models.ranks.shared import SharedBackend, SharedRunner
 
 from tests.numerics.conftest import KV_IN_FP8, FamilyOf
-from tests.numerics.two_ranks import SHARED_FAMILIES, check_fight, check_logprobs, shared_by_two
+from tests.numerics.mixtures import OWN_PATTERNS
+from tests.numerics.two_ranks import SHARED_FAMILIES, check_fight, check_logprobs, mixture_family, shared_by_two
 
 ORDINARY = ("llama", "phi3")
 EACH = [pytest.param(name, marks=() if name in ORDINARY else pytest.mark.wide) for name in SHARED_FAMILIES]
@@ -21,6 +22,11 @@ EACH = [pytest.param(name, marks=() if name in ORDINARY else pytest.mark.wide) f
 @pytest.mark.parametrize("name", EACH)
 def test_logprobs_are_the_references(family_of: FamilyOf, name: str, tmp_path: Path) -> None:
     check_logprobs(family_of(name), tmp_path, "cpu", 1e-4)
+
+
+@OWN_PATTERNS
+def test_logprobs_of_a_mixture_are_the_references(tmp_path: Path) -> None:
+    check_logprobs(mixture_family(tmp_path / "made"), tmp_path, "cpu", 1e-4)
 
 
 def test_logprobs_of_kv_in_fp8(family_of: FamilyOf, tmp_path: Path) -> None:

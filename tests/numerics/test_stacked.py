@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_named(base: tuple[Path, LoadedModel], stacked: Pat
     loaded = base[1]
     stack = STACK.format(0)
     edit(stacked, r=RANK + 1)
-    assert f"[{EXPERTS * (RANK + 1)}, 40]" in refused(stacked, loaded)[f"{stack}.lora_A.weight"]
+    assert f"[{EXPERTS * (RANK + 1)}, 48]" in refused(stacked, loaded)[f"{stack}.lora_A.weight"]
     edit(stacked, r=RANK, target_parameters=["experts.down_proj"])
     told = refused(stacked, loaded)
     assert "target_parameters does not target it" in told[f"{stack}.base_layer"]

@@ -23,8 +23,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.numerics.adapters import FP8_SLACK, Reference, recipes, save_adapter
 from tests.numerics.conftest import KV_IN_FP8, Family, FamilyOf
 from tests.numerics.families import VOCAB_SIZE
+from tests.numerics.mixtures import OWN_PATTERNS
 from tests.numerics.quantizing import shipped_family
-from tests.numerics.two_ranks import SHARED_FAMILIES, check_fight, check_logprobs, shared_by_two
+from tests.numerics.two_ranks import SHARED_FAMILIES, check_fight, check_logprobs, mixture_family, shared_by_two
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,6 +36,11 @@ pytestmark = [
 @pytest.mark.parametrize("name", SHARED_FAMILIES)
 def test_logprobs_are_the_references(family_of: FamilyOf, name: str, tmp_path: Path) -> None:
     check_logprobs(family_of(name), tmp_path, "cuda", 1e-3)
+
+
+@OWN_PATTERNS
+def test_logprobs_of_a_mixture_are_the_references(tmp_path: Path) -> None:
+    check_logprobs(mixture_family(tmp_path / "made"), tmp_path, "cuda", 1e-3)
 
 
 def test_logprobs_of_kv_in_fp8(family_of: FamilyOf, tmp_path: Path) -> None:

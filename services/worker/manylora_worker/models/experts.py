@@ -20,6 +20,7 @@ from manylora_worker.models.layers.mixture import (
     LoraRouter,
     clamped_swiglu,
 )
+from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.weights.layout import VectorKind
 from manylora_worker.weights.peft_config import ModuleMatcher
 from manylora_worker.weights.sites import ExpertShape, Site, Slot
@@ -54,6 +55,12 @@ class FoundExperts:
         shapes = {"gate_proj": (hidden, width), "up_proj": (hidden, width), "down_proj": (width, hidden)}
         experts = range(self.shape.experts)
         return {f"{self.stack}.{expert}.{name}": shape for expert in experts for name, shape in shapes.items()}
+
+
+def whole_experts(found: list[FoundExperts], group: RankGroup | None) -> list[FoundExperts]:
+    """found: a rank's share. The whole that it is of."""
+    size = 1 if group is None else group.size
+    return [replace(each, shape=replace(each.shape, width=size * each.shape.width)) for each in found]
 
 
 def find_experts(model: PreTrainedModel) -> list[FoundExperts]:
@@ -111,11 +118,15 @@ def modules_of(found: list[FoundExperts]) -> dict[str, tuple[int, int]]:
 
 
 def install_mixtures(
-    model: PreTrainedModel, found: list[FoundExperts], first_site: int, switch: LoraSwitch
+    model: PreTrainedModel,
+    found: list[FoundExperts],
+    first_site: int,
+    switch: LoraSwitch,
+    group: RankGroup | None = None,
 ) -> list[Site]:
     """To be the last of the model's sites: routers', then experts'."""
     sites = _install_routers(model, found, first_site, switch)
-    return sites + _install_experts(model, found, first_site + len(sites), switch)
+    return sites + _install_experts(model, found, first_site + len(sites), switch, group)
 
 
 def _install_routers(
@@ -143,14 +154,16 @@ def _router(router: nn.Module, site: Site, switch: LoraSwitch) -> LoraRouter:
 
 
 def _install_experts(
-    model: PreTrainedModel, found: list[FoundExperts], first_site: int, switch: LoraSwitch
+    model: PreTrainedModel, found: list[FoundExperts], first_site: int, switch: LoraSwitch, group: RankGroup | None
 ) -> list[Site]:
+    rank = 0 if group is None else group.rank
     sites: list[Site] = []
     for each in found:
         block, shape = model.get_submodule(each.path), each.shape
         index = first_site + len(sites)
-        own = (_gate_up_site(index, each.stack, shape), _down_site(index + 1, each.stack, shape))
+        own = (_gate_up_site(index, each.stack, shape, rank), _down_site(index + 1, each.stack, shape, rank))
         block.experts = _experts(block.experts, shape, own, switch)
+        block.experts.reduce = None if group is None else group.all_reduce
         sites += own
     return sites
 
@@ -178,22 +191,23 @@ def _frozen(weight: Tensor) -> nn.Parameter:
     return nn.Parameter(weight.contiguous(), requires_grad=False)
 
 
-def _gate_up_site(index: int, stack: str, shape: ExpertShape) -> Site:
+def _gate_up_site(index: int, stack: str, shape: ExpertShape, rank: int = 0) -> Site:
     names, width = ("gate_proj", "up_proj"), shape.width
+    outputs = (range(rank * width, (rank + 1) * width),)
     slots = [
-        Slot(f"{stack}.{expert}.{name}", (2 * expert + i) * width, (2 * expert + i + 1) * width)
+        Slot(f"{stack}.{expert}.{name}", (2 * expert + i) * width, (2 * expert + i + 1) * width, outputs)
         for expert in range(shape.experts)
         for i, name in enumerate(names)
     ]
     return Site(index, shape.hidden, tuple(slots), experts=shape.experts)
 
 
-def _down_site(index: int, stack: str, shape: ExpertShape) -> Site:
+def _down_site(index: int, stack: str, shape: ExpertShape, rank: int = 0) -> Site:
     hidden = shape.hidden
     slots = [
         Slot(f"{stack}.{expert}.down_proj", expert * hidden, (expert + 1) * hidden) for expert in range(shape.experts)
     ]
-    return Site(index, shape.width, tuple(slots), experts=shape.experts)
+    return Site(index, shape.width, tuple(slots), rank * shape.width, experts=shape.experts)
 
 
 def taken_over(model: PreTrainedModel, found: list[FoundExperts]) -> list[FoundExperts]:

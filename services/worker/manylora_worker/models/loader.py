@@ -41,6 +41,7 @@ from manylora_worker.models.experts import (
     install_mixtures,
     modules_of,
     taken_over,
+    whole_experts,
 )
 from manylora_worker.models.layers.attention import ATTENTION, register_attention
 from manylora_worker.models.layers.delta_net import find_delta_nets, install_delta_nets
@@ -271,7 +272,7 @@ def prepare_model(
     dtype, device = model.dtype, torch.device(model.device)
     _check_states(model, group)
     modules = modules or linear_modules(model)
-    experts = _experts(model, quantization)
+    experts = _experts(model, quantization, group)
     head_modules = head_modules_of(model)
     all_modules = {module_path for module_path, _ in model.named_modules() if module_path}
     switch = LoraSwitch()
@@ -280,7 +281,8 @@ def prepare_model(
     if group is not None:
         cut_head(model, group)
     _quantize_or_pack(model, quantization, codes, group)
-    sites += install_mixtures(model, experts, len(sites), switch)
+    sites += install_mixtures(model, experts, len(sites), switch, group)
+    experts = whole_experts(experts, group)
     modules = {**modules, **modules_of(experts)}
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what layers were made of: ranks' first sum takes memory beside torch's allocator
@@ -332,13 +334,17 @@ def _quantize_or_pack(
         pack_linears(model)
 
 
-def _experts(model: PreTrainedModel, quantization: Quantization) -> list[FoundExperts]:
+def _experts(model: PreTrainedModel, quantization: Quantization, group: RankGroup | None) -> list[FoundExperts]:
     """Those that are ours. Raises ModelRefused."""
     found = taken_over(model, find_experts(model))
     if found and quantization != "none":
         raise ModelRefused(
             f"{model.config.model_type}: a mixture of experts is not served with --quantization {quantization}"
         )
+    paths = {path for path, _ in model.named_modules() if path.endswith(".experts")}
+    strange = sorted(paths - {each.stack for each in found})
+    if group is not None and strange:  # transformers' own would not sum over the ranks
+        raise ModelRefused(f"--tensor-parallel {group.size}: {strange[0]} are no experts as we know them")
     return found
 
 

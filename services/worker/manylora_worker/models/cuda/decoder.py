@@ -253,6 +253,8 @@ class Decoder:
             self._mixture(mlp, normed, delta, step)
             if mlp.shared is not None:
                 self._add_shared(mlp.shared, normed, delta, step)
+            if self.weights.group is not None:
+                self.weights.group.all_reduce(delta)
             return delta[None], None
         return self._summed(mlp.down, self._gated_rows(mlp, normed, step), delta, step)
 

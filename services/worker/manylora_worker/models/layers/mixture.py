@@ -57,7 +57,7 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 class LoraExperts(nn.Module):
     """gate_up: [experts, 2 * width, hidden], the gate's rows first. down: [experts, hidden, width]. sites: theirs.
 
-    biases: of both, [experts, 2 * width] and [experts, hidden]. gated: of gate and up.
+    biases: of both, [experts, 2 * width] and [experts, hidden]. gated: of gate and up. reduce: as LoraLinear's.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class LoraExperts(nn.Module):
         self.gated = gated
         self.sites = sites
         self.switch = switch
+        self.reduce: Callable[[Tensor], None] | None = None
 
     @property
     def is_clamped(self) -> bool:
@@ -114,6 +115,8 @@ class LoraExperts(nn.Module):
                 lora.add(down_site, expert, told, gated, outputs)
             result.index_add_(0, own, (outputs * shares[start : start + count]).to(result.dtype))
             start += count
+        if self.reduce is not None:
+            self.reduce(result)
         return result
 
 

@@ -3,7 +3,8 @@
 Layers that read the residual stream are cut by their outputs (whole heads; columns of gate and up), those that write
 it by their inputs, so a decoder layer sums twice over the ranks. An adapter is cut alike (weights/packing.py): its
 share of an output joins the layer's own sum. The output head is cut by the vocabulary and gathered: whole on each rank
-it would be a tenth of what a step reads. Embeddings and norms are whole. Of fused layers each part is cut by itself.
+it would be a tenth of what a step reads. Embeddings, norms and routers are whole. Of fused layers each part is cut by
+itself, and so is each expert.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.quantized.install import ShippedCodes
 from manylora_worker.models.ranks.group import RankGroup
+from manylora_worker.weights.layout import ALIGNMENT
 
 # By name: a cut that is wrong is wrong in transformers' pass over it, too, so nothing at load would see it.
 SHARED_FAMILIES = frozenset(
     {
         *("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
-        *("granite", "smollm3", "exaone4", "seed_oss", "phi3"),
+        *("granite", "smollm3", "exaone4", "seed_oss", "phi3", "qwen3_moe"),
     }
 )
 _QUERIES, _KEYS, _WIDTH = _COUNTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -34,6 +36,7 @@ _BY_OUTPUTS: Mapping[str, Sequence[str]] = {
     "gate_proj": (_WIDTH,), "up_proj": (_WIDTH,), "gate_up_proj": (_WIDTH, _WIDTH),
 }  # fmt: skip
 _BY_INPUTS = ("o_proj", "down_proj")
+_EXPERT_WIDTH = "moe_intermediate_size"
 
 
 def check_cuts(config: PretrainedConfig, size: int, families: frozenset[str]) -> None:
@@ -46,6 +49,9 @@ def check_cuts(config: PretrainedConfig, size: int, families: frozenset[str]) ->
         )
     counts = {name: getattr(text, name) for name in _COUNTS}
     odd = [f"{name} {count}" for name, count in counts.items() if count % size]
+    width = getattr(text, _EXPERT_WIDTH, 0)
+    if width % (size * ALIGNMENT):  # an adapter's matrices of experts stand one behind the other
+        odd.append(f"{_EXPERT_WIDTH} {width} into multiples of {ALIGNMENT}")
     if odd:
         raise ModelRefused(f"--tensor-parallel {size}: does not divide {' and '.join(odd)}")
 
@@ -58,11 +64,12 @@ def own_outputs(path: str, outputs: int, config: PretrainedConfig, group: RankGr
 
 def _own_parts(names: Sequence[str], outputs: int, text: PretrainedConfig, group: RankGroup) -> Iterator[range]:
     counts = [getattr(text, name) for name in names]
-    first, each = 0, outputs // sum(counts)
+    first = 0
     for count in counts:
-        own = each * count // group.size
+        part = outputs * count // sum(counts)
+        own = part // group.size
         yield range(first + group.rank * own, first + (group.rank + 1) * own)
-        first += each * count
+        first += part
 
 
 def is_summed(path: str) -> bool:
@@ -71,13 +78,15 @@ def is_summed(path: str) -> bool:
 
 
 def cut_linears(model: PreTrainedModel, group: RankGroup) -> None:
-    """Leaves this rank's share of every linear layer but the head. Works on meta tensors."""
+    """Leaves this rank's share of every linear layer but the head, and of experts. Works on meta tensors."""
     for path, module in model.named_modules():
         leaf = path.rpartition(".")[2]
         if hasattr(module, "qkv_proj"):  # it takes the product apart by these
             module.config = _OwnHeads(model.config.get_text_config(), group.size)
             module.num_key_value_heads //= group.size
-        if isinstance(module, nn.Linear) and leaf in _BY_OUTPUTS:
+        if leaf == "experts":
+            _cut_experts(path, module, model.config, group)
+        elif isinstance(module, nn.Linear) and leaf in _BY_OUTPUTS:
             own = own_outputs(path, module.out_features, model.config, group)
             module.weight = _frozen(_rows(module.weight.data, own))
             module.bias = None if module.bias is None else _frozen(_rows(module.bias.data, own))
@@ -86,6 +95,13 @@ def cut_linears(model: PreTrainedModel, group: RankGroup) -> None:
             module.weight = _frozen(_columns(module.weight.data, group))
             module.bias = module.bias if group.rank == 0 else None  # added once
             module.in_features //= group.size
+
+
+def _cut_experts(path: str, experts: nn.Module, config: PretrainedConfig, group: RankGroup) -> None:
+    gate_up, down = experts.gate_up_proj.data, experts.down_proj.data
+    own = own_outputs(f"{path}.gate_up_proj", gate_up.shape[1], config, group)
+    experts.gate_up_proj = _frozen(torch.cat([gate_up[:, each.start : each.stop] for each in own], 1))
+    experts.down_proj = _frozen(down.chunk(group.size, 2)[group.rank].clone())
 
 
 class _OwnHeads:
