@@ -59,4 +59,5 @@ def test_what_is_kept_for_steps_is_what_they_take(family: str, tmp_path: Path, m
     taken = sum(each.nbytes for each in held if isinstance(each, torch.Tensor) and not any(each is o for o in ours))
     weights = read_decoder(loaded)
     assert weights is not None
-    assert buffer_bytes(weights, loaded.dtype, lora_chunks=4, max_rows=1024, max_decode_rows=32) == taken
+    chunks = runner._adapters.chunks
+    assert buffer_bytes(weights, loaded.dtype, lora_chunks=chunks, max_rows=1024, max_decode_rows=32) == taken
