@@ -22,6 +22,15 @@ def test_parts_have_room_and_whole_tiles(n: int, k: int) -> None:
     assert splits == 1 or k % (splits * 128) == 0
 
 
+@pytest.mark.parametrize("kib", [99, 227])
+@pytest.mark.parametrize("block_m", [16, 32, 64])
+@pytest.mark.parametrize("programs", [96, 448])
+def test_loads_under_way_have_room(kib: int, block_m: int, programs: int) -> None:
+    stages = gemm._stages(block_m, programs, kib * 1024)
+    assert stages * 2 * 128 * (64 + block_m) < kib * 1024
+    assert (stages >= 6) == (kib == 227 and programs == 96), "alone on Hopper's processors it has twice as many"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("n", "k"), SHAPES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -17,6 +17,7 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from manylora_worker.models.cuda.kernels.gemm import shared_bytes_of
 from manylora_worker.models.quantized.fp8 import Fp8Weight
 
 MOST_ROWS = 512  # above, rebuilding the weight whole, once, is little of the work
@@ -150,7 +151,7 @@ def product(x: Tensor, weight: Fp8Weight, bias: Tensor | None, *, pdl: bool) -> 
         TensorDescriptor.from_tensor(weight.codes, [tile.block_n, tile.block_k]),
         weight.scales, row_scales, x if bias is None else bias, out, num_rows, n, groups, weight.group_size,
         K=k, K_OF_SPLIT=k_of_split, BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        STAGES=tile.stages(block_m, tiles * splits, _shared_bytes(x.device)),
+        STAGES=tile.stages(block_m, tiles * splits, shared_bytes_of(x.device)),
         GROUPED=groups > 1, HAS_BIAS=bias is not None, PDL=pdl, INTERPRETED=_interpreted(),
         num_warps=tile.num_warps, launch_pdl=pdl,
     )  # fmt: skip
@@ -194,13 +195,6 @@ def dequantize(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
         codes, scales, out, k, scales.shape[1], weight.group_size, BLOCK=block, num_warps=4
     )
     return out
-
-
-def _shared_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    most: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return most
 
 
 def _interpreted() -> bool:

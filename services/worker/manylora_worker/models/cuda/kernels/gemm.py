@@ -132,6 +132,20 @@ def _fits(rows: int, n: int, k: int, dtype: torch.dtype) -> bool:
     return 1 < rows <= MOST_SPLIT_ROWS and dtype.itemsize == 2 and n % _BLOCK_N == 0 and k % _BLOCK_K == 0
 
 
+def shared_bytes_of(device: torch.device) -> int:
+    """That a program may have. 0: no GPU."""
+    if device.type != "cuda":
+        return 0
+    most: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return most
+
+
+def _stages(block_m: int, programs: int, shared_bytes: int) -> int:
+    shared, alone = _STAGES[block_m]
+    most = shared_bytes // (2 * _BLOCK_K * (_BLOCK_N + block_m))
+    return min(alone if programs <= _PROCESSORS else shared, max(2, most - 1))
+
+
 def _splits(n: int, k: int) -> int:
     tiles = n // _BLOCK_N
     fitting = (s for s in (4, 2) if tiles * s <= _PROCESSORS and k % (s * _BLOCK_K) == 0)
@@ -174,7 +188,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, parts: T
         BLOCK_M=block_m,
         BLOCK_N=_BLOCK_N,
         BLOCK_K=_BLOCK_K,
-        STAGES=_STAGES[block_m][programs <= _PROCESSORS],
+        STAGES=_stages(block_m, programs, shared_bytes_of(x.device)),
         HAS_BIAS=bias is not None,
         PDL=pdl,
         num_warps=4,
