@@ -15,15 +15,17 @@ from manylora_worker.config import WorkerConfig
 from manylora_worker.hosting.engine import host
 from manylora_worker.kinds.api import StepBatch
 from manylora_worker.models.build import _planner, build_engine
-from manylora_worker.models.checkpoint import ModelRefused
+from manylora_worker.models.checkpoint import ModelRefused, Quantization
 from manylora_worker.models.layers.delta_net import find_delta_nets
+from manylora_worker.models.layers.lora_linear import LoraLinear
 from manylora_worker.models.loader import _check_states, load_model
+from manylora_worker.models.quantized.linear import QuantizedLinear
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.models.torch.eager_check import check_against_eager
 from manylora_worker.weights.coverage import coverage_of
 from manylora_worker.weights.source import read_adapter
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.numerics.adapters import save_adapter
@@ -40,6 +42,7 @@ from tests.numerics.driver import (
     put_adapter,
 )
 from tests.numerics.mixtures import OWN_PATTERNS, check_mixed_batch, make_mixture
+from tests.numerics.quantizing import FORMATS, ship
 from tests.numerics.test_checkpoint import PROMPT, logits_of, published
 from tests.numerics.test_engine_against_peft import TOLERANCE, assert_next_logits
 
@@ -108,13 +111,47 @@ def test_the_text_part_of_a_model_of_text_and_images(name: str, tmp_path: Path) 
     torch.testing.assert_close(driver.logits([stream])[0], logits_of(reference, PROMPT), atol=1e-4, rtol=0)
 
 
-def test_quantized_weights_of_a_model_of_text_and_images_are_refused(tmp_path: Path) -> None:
-    quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    published("qwen3.5", tmp_path / "qwen", of=AutoModelForImageTextToText)
-    config = tmp_path / "qwen" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": quantized}))
-    with pytest.raises(ModelRefused, match=r"qwen3_5: .*the text part is not read from quantized weights"):
-        load_model(str(tmp_path / "qwen"))
+@pytest.mark.parametrize(
+    ("name", "quantization"), [("fp8", "none"), ("fp8", "fp8"), ("gptq", "none"), ("gptq", "int4")]
+)
+def test_the_text_part_of_a_quantized_model_of_text_and_images(
+    name: str, quantization: Quantization, tmp_path: Path
+) -> None:
+    """Beside it stand images' layers and a draft's, which are not read. Of what reads one input of a delta net a part
+    is quantized.
+    """
+    reference = published("qwen3.5", tmp_path / "plain", of=AutoModelForImageTextToText)
+    folder = tmp_path / "qwen"
+    stands_for = ship(tmp_path / "plain", folder, name)
+    weights = load_file(folder / "model.safetensors")
+    for path in [path for path in weights if path.endswith(".in_proj_qkv.weight")]:
+        parts, stands_for[path] = FORMATS[name][1](weights.pop(path).float())
+        weights |= {f"{path.removesuffix('.weight')}.{part}": value for part, value in parts.items()}
+    reference.load_state_dict(stands_for, strict=False)
+    whole = [path for path in weights if re.search(r"in_proj_[zab]\.", path)]
+    assert all(path.startswith("model.language_model.layers.") for path in whole)
+    assert any(path.startswith("model.visual.") for path in weights)
+    own = {path: each for path, each in weights.items() if ".layers.3." in path}
+    drafts = {path.replace("model.language_model", "mtp"): each.clone() for path, each in own.items()}
+    save_file(weights | drafts, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    if name == "fp8":
+        config["quantization_config"]["modules_to_not_convert"] = [path.removesuffix(".weight") for path in whole]
+    (folder / "config.json").write_text(json.dumps(config))
+    loaded = load_model(str(folder), quantization=quantization)
+    driver = Driver(make_runner(loaded))
+    kept = sum(isinstance(module, QuantizedLinear) for module in loaded.model.modules())
+    assert bool(kept) == (quantization != "none")
+    loras = [module for module in loaded.model.modules() if isinstance(module, LoraLinear)]
+    inputs = [each.base for each in loras if each.site.slots[0].path.endswith("in_proj_qkv")]
+    assert inputs
+    assert not any(isinstance(each, QuantizedLinear) for each in inputs), "as it was rebuilt"
+    torch.testing.assert_close(driver.logits([Stream(PROMPT)])[0], logits_of(reference, PROMPT), atol=1e-3, rtol=0)
+    if name == "fp8":
+        config["quantization_config"]["modules_to_not_convert"] = []
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ModelRefused, match=r"model\.layers\.0\.linear_attn\.in_proj_\w+: is not quantized"):
+            load_model(str(folder), quantization=quantization)
 
 
 @pytest.mark.parametrize(

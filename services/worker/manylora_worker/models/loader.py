@@ -20,7 +20,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from manylora_worker.models.checkpoint import (
     ModelRefused,
@@ -51,8 +51,8 @@ from manylora_worker.models.layers.packed_linear import can_pack
 from manylora_worker.models.linears import head_modules_of, install_linears, linear_modules, pack_linears
 from manylora_worker.models.probe import AttentionTraits, probe
 from manylora_worker.models.quantized.install import ShippedCodes, keep_int4, quantize_to_fp8, quantize_to_nf4
-from manylora_worker.models.quantized.schemes import Scheme, SchemeRefused
-from manylora_worker.models.quantized.shipped import check_modules, read_shipped
+from manylora_worker.models.quantized.schemes import Scheme
+from manylora_worker.models.quantized.shipped import Paths, check_modules, read_shipped
 from manylora_worker.models.ranks.cuts import cut_codes, cut_head, cut_linears
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.models.rope import base_rope
@@ -449,19 +449,16 @@ def _from_shipped(
     folder: Path, scheme: Scheme, config: PretrainedConfig, dtype: torch.dtype, *, keeps_codes: bool
 ) -> tuple[PreTrainedModel, dict[str, Any], ShippedCodes | None]:
     """The model of weights that are rebuilt, what transformers says of the loading, codes. Raises SchemeRefused."""
-    if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].config_class is not type(config):  # other names, and a draft's layers
-        raise SchemeRefused(
-            f"{config.model_type}: {scheme.label}: of a model of text and images the text part is not read from "
-            "quantized weights: take its unquantized ones, which --quantization fp8 or nf4 quantizes as they load"
-        )
-    shipped = read_shipped(weight_files(folder), scheme, dtype, keeps_codes=keeps_codes)
     with torch.device("meta"):
-        kind = type(AutoModelForCausalLM.from_config(config))  # AutoModel reads folders alone
-    model, loading = kind.from_pretrained(None, config=config, dtype=dtype, state_dict=shipped.tensors, **_LOADING)
+        empty = AutoModelForCausalLM.from_config(config)  # AutoModel reads folders alone
+    kind, own_config = type(empty), empty.config
+    paths = Paths(_whole_names(config, empty), tuple(kind._keys_to_ignore_on_load_unexpected or ()))
+    shipped = read_shipped(weight_files(folder), scheme, dtype, keeps_codes=keeps_codes, paths=paths)
+    model, loading = kind.from_pretrained(None, config=own_config, dtype=dtype, state_dict=shipped.tensors, **_LOADING)
     linears = frozenset(linear_modules(model)) - head_modules_of(model)
     if scheme.kind == "mxfp4":
         linears = frozenset(each.stack for each in find_experts(model))
-    check_modules(scheme, shipped.quantized, linears)
+    check_modules(scheme, shipped.quantized, linears, paths)
     loading["unexpected_keys"] = set(loading["unexpected_keys"]) - shipped.zero_biases
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)

@@ -60,6 +60,10 @@ class WholeNames:
         is_inside = path == self.ours or path.startswith(f"{self.ours}.")
         return f"{self.theirs}{path[len(self.ours) :]}" if is_inside else path
 
+    def own_path(self, path: str) -> str:  # the other way
+        is_inside = path == self.theirs or path.startswith(f"{self.theirs}.")
+        return f"{self.ours}{path[len(self.theirs) :]}" if is_inside else path
+
     def renamed(self, told: Mapping[str, Any]) -> dict[str, Any]:
         """told: an AdapterBase's fields. Those that have paths, with the whole model's."""
         by_path = {name: {self.path(k): v for k, v in told[name].items()} for name in ("modules", "experts")}

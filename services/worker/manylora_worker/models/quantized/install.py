@@ -32,10 +32,11 @@ class ShippedCodes:
 
 
 def quantize_to_fp8(model: PreTrainedModel, shipped: ShippedCodes | None, group: RankGroup | None = None) -> None:
-    """Layer by layer; a rank's share has the scales that the whole would, and what is shipped in FP8 is taken as it is.
+    """A rank's share has the scales that the whole would. What a checkpoint in FP8 has is taken as it is.
 
     Raises ModelRefused.
     """
+    # So is a layer of which a part is not in FP8: codes that were rebuilt are not made anew.
     check_device(model.device, "--quantization fp8", "--quantization none or nf4")
     for path, module in model.named_modules():
         if not isinstance(module, LoraLinear):
@@ -44,7 +45,9 @@ def quantize_to_fp8(model: PreTrainedModel, shipped: ShippedCodes | None, group:
         if type(linear) is not nn.Linear:
             raise ModelRefused(f"{path}: {type(linear).__name__}: fp8 needs a linear layer")
         paths = [slot.path for slot in module.site.slots]
-        if shipped is not None and all(each in shipped.by_path for each in paths):
+        if shipped is not None and not all(each in shipped.by_path for each in paths):
+            continue
+        if shipped is not None:
             own = [(codes, scales) for codes, scales in map(shipped.by_path.__getitem__, paths)]
             weight = joined(own, shipped.inputs_of_scale, linear.weight.device)
         else:
@@ -53,7 +56,7 @@ def quantize_to_fp8(model: PreTrainedModel, shipped: ShippedCodes | None, group:
 
 
 def keep_int4(model: PreTrainedModel, shipped: ShippedCodes) -> None:
-    """What is not shipped in 4 bits stays as it is. Raises ModelRefused."""
+    """A layer of which a part is not shipped in 4 bits stays as it is. Raises ModelRefused."""
     kernels: Int4Kernels | None = None
     if model.device.type == "cuda":
         from manylora_worker.models.cuda.kernels.cuda_module import CudaUnavailable
@@ -66,14 +69,12 @@ def keep_int4(model: PreTrainedModel, shipped: ShippedCodes) -> None:
     for path, module in model.named_modules():
         if not isinstance(module, LoraLinear):
             continue
-        own = [shipped.by_path.get(slot.path) for slot in module.site.slots]
-        found = [each for each in own if each is not None]
-        if not found:
+        paths = [slot.path for slot in module.site.slots]
+        if not all(each in shipped.by_path for each in paths):
             continue
-        if len(found) < len(own) or type(module.base) is not nn.Linear:
-            raise ModelRefused(
-                f"{path}: int4 needs all of a layer's weights, and of those that read its input, in 4 bits"
-            )
+        if type(module.base) is not nn.Linear:
+            raise ModelRefused(f"{path}: {type(module.base).__name__}: int4 needs a linear layer")
+        found = [shipped.by_path[each] for each in paths]
         weight = int4.joined(found, module.base.weight.device)
         if kernels is not None and weight.group_size % _KERNELS_GROUP:
             raise ModelRefused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from manylora_worker.models.quantized import mxfp4
 from manylora_worker.models.quantized.schemes import FP8, Scheme, SchemeRefused
+from manylora_worker.weights.sites import WholeNames
 
 _LOG = logging.getLogger(__name__)
 _MIB = 1 << 20
@@ -35,13 +37,38 @@ class Shipped:
     codes: Mapping[str, tuple[Tensor, ...]] = field(repr=False)
 
 
-def read_shipped(files: list[Path], scheme: Scheme, dtype: torch.dtype, *, keeps_codes: bool = False) -> Shipped:
+@dataclass(frozen=True)
+class Paths:
+    """Of a checkpoint's modules in the model that is loaded."""
+
+    whole: WholeNames | None = None
+    unread: tuple[str, ...] = ()  # patterns of what the model has no part of
+
+    def ours(self, path: str) -> str | None:  # None: it is left out
+        if any(re.search(pattern, path) for pattern in self.unread):
+            return None
+        if self.whole is None:
+            return path
+        if any(path == other or path.startswith(f"{other}.") for other in self.whole.left_out):
+            return None
+        return self.whole.own_path(path)
+
+    def theirs(self, path: str) -> str:
+        return path if self.whole is None else self.whole.path(path)
+
+
+def read_shipped(
+    files: list[Path], scheme: Scheme, dtype: torch.dtype, *, keeps_codes: bool = False, paths: Paths | None = None
+) -> Shipped:
     """keeps_codes: beside the weights that they stand for. Raises SchemeRefused, OSError."""
+    paths = paths or Paths()
     modules: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for file in files:
         for name, tensor in load_file(file).items():
             path, _, leaf = name.rpartition(".")
-            modules[path][leaf] = tensor
+            own_path = paths.ours(path)
+            if own_path is not None:
+                modules[own_path][leaf] = tensor
     tensors: dict[str, Tensor] = {}
     codes: dict[str, tuple[Tensor, ...]] = {}
     quantized = set()
@@ -49,7 +76,7 @@ def read_shipped(files: list[Path], scheme: Scheme, dtype: torch.dtype, *, keeps
     for path in list(modules):
         parts = modules.pop(path)
         if _is_quantized(parts):
-            if scheme.skips(path):
+            if scheme.skips(paths.theirs(path)):
                 raise SchemeRefused(f"{path}: is quantized, though quantization_config says that it is not")
             named = mxfp4.PARTS if scheme.kind == "mxfp4" else scheme.parts
             if not parts.keys() & set(named):
@@ -74,7 +101,7 @@ def read_shipped(files: list[Path], scheme: Scheme, dtype: torch.dtype, *, keeps
     return Shipped(tensors, frozenset(quantized), zero_biases, codes)
 
 
-def check_modules(scheme: Scheme, quantized: frozenset[str], linears: frozenset[str]) -> None:
+def check_modules(scheme: Scheme, quantized: frozenset[str], linears: frozenset[str], paths: Paths) -> None:
     """Raises SchemeRefused where they do not fit. linears: paths of all linear layers but the head, or with mxfp4 of
     the layers' experts.
     """
@@ -85,7 +112,7 @@ def check_modules(scheme: Scheme, quantized: frozenset[str], linears: frozenset[
         raise SchemeRefused(f"{strange[0]}: is quantized, and is no layer that is served so")
     if scheme.kind == "gptq":  # names no module: those without codes are as they were
         return
-    plain = sorted(path for path in linears - quantized if not scheme.skips(path))
+    plain = sorted(path for path in linears - quantized if not scheme.skips(paths.theirs(path)))
     if plain:
         raise SchemeRefused(f"{plain[0]}: is not quantized, and quantization_config does not name it among those")
 
