@@ -26,7 +26,8 @@ from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.layers.packed_linear import PackedLinear
 from manylora_worker.models.loader import LoadedModel, load_model
 from manylora_worker.models.quantized.linear import QuantizedLinear
-from manylora_worker.models.torch.kv_scales import one_chunk, with_fp8_kv
+from manylora_worker.models.torch.inputs import one_chunk
+from manylora_worker.models.torch.kv_scales import with_fp8_kv
 from transformers import AutoTokenizer
 
 KV_FP8 = "kv-fp8"

@@ -25,13 +25,13 @@ from manylora_worker.models.decoder_weights import (
     SelfAttention,
     read_decoder,
 )
-from manylora_worker.models.layers.attention import STEP_KEYWORD, AttentionStep, PrefillRows
+from manylora_worker.models.layers.attention import STEP_KEYWORD, AttentionStep
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.layers.lora_linear import Segment
 from manylora_worker.models.layers.mixture import chosen_experts
-from manylora_worker.models.layers.recurrence import StateRows, StepStates
 from manylora_worker.models.layers.token_rows import StepTokens
 from manylora_worker.models.loader import LoadedModel
+from manylora_worker.models.torch.inputs import one_chunk
 from manylora_worker.models.torch.layer_inputs import InputOfLayer, TokenInputs
 
 _LOG = logging.getLogger(__name__)
@@ -331,26 +331,15 @@ def trusted_weights(loaded: LoadedModel) -> DecoderWeights | None:
 
 
 def _difference(loaded: LoadedModel, decoder: TorchDecoder) -> float:
-    device = loaded.device
-    kv = loaded.spec.kv
-    state_blocks = range(1, 1 + kv.state_blocks(_CHECKED_TOKENS, loaded.dtype))
-    cache = KvCache(kv, num_blocks=1 + len(state_blocks), block_size=_CHECKED_TOKENS, dtype=loaded.dtype, device=device)
+    kv, device = loaded.spec.kv, loaded.device
+    num_blocks = 1 + kv.state_blocks(_CHECKED_TOKENS, loaded.dtype)
+    cache = KvCache(kv, num_blocks=num_blocks, block_size=_CHECKED_TOKENS, dtype=loaded.dtype, device=device)
     rows = torch.arange(_CHECKED_TOKENS, device=device)
     token_ids = rows * (loaded.spec.vocab_size // _CHECKED_TOKENS)
-
-    def attention() -> AttentionStep:
-        prefill = PrefillRows(0, _CHECKED_TOKENS, start_position=0, block_table=[0])
-        states = (
-            StepStates(cache, [StateRows(0, _CHECKED_TOKENS, True, state_blocks)], device) if state_blocks else None
-        )
-        return AttentionStep(
-            cache, token_rows=rows, num_rows=_CHECKED_TOKENS, decodes=[], prefills=[prefill], states=states
-        )
-
     with torch.inference_mode():
-        found = decoder.head(decoder.layers(token_ids, rows, attention()), rows).float()
+        found = decoder.head(decoder.layers(token_ids, rows, one_chunk(cache)), rows).float()
         output = loaded.model(
-            input_ids=token_ids[None], position_ids=rows[None], use_cache=False, **{STEP_KEYWORD: attention()}
+            input_ids=token_ids[None], position_ids=rows[None], use_cache=False, **{STEP_KEYWORD: one_chunk(cache)}
         )
         expected = output.logits[0].float()
     return float((found - expected).norm() / expected.norm())

@@ -114,3 +114,16 @@ def build_inputs(
         logit_rows=torch.tensor(rows, dtype=torch.long, device=device),
         scored=ScoredRows.of(batch.chunks, last_rows.__getitem__),
     )
+
+
+def one_chunk(cache: KvCache) -> AttentionStep:
+    """Of as many tokens as a block has, in the first one; the others are its state's."""
+    count, device, states = cache.block_size, cache.by_block.device, range(1, cache.num_blocks)
+    return AttentionStep(
+        cache,
+        token_rows=torch.arange(count, device=device),
+        num_rows=count,
+        decodes=[],
+        prefills=[PrefillRows(0, count, start_position=0, block_table=[0])],
+        states=StepStates(cache, [StateRows(0, count, True, states)], device) if states else None,
+    )

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from manylora_worker.models.checkpoint import ModelRefused
-from manylora_worker.models.layers.attention import STEP_KEYWORD, AttentionStep, PrefillRows
+from manylora_worker.models.layers.attention import STEP_KEYWORD
 from manylora_worker.models.layers.fp8_codes import FP8_LARGEST
 from manylora_worker.models.layers.kv_cache import KvCache
-from manylora_worker.models.layers.recurrence import StateRows, StepStates
 from manylora_worker.models.loader import LoadedModel
 from manylora_worker.models.quantized.install import check_device
+from manylora_worker.models.torch.inputs import one_chunk
 
 _LOG = logging.getLogger(__name__)
 _TOKENS = 64
@@ -46,19 +46,6 @@ def with_fp8_kv(loaded: LoadedModel) -> LoadedModel:
             what, largest[layer], layer, _tokens(loaded), min(own), max(own), _ROOM,
         )  # fmt: skip
     return replace(loaded, spec=replace(loaded.spec, kv=replace(loaded.spec.kv, scales=scales)))
-
-
-def one_chunk(cache: KvCache) -> AttentionStep:
-    """Of as many tokens as a block has, in the first one; the others are its state's."""
-    count, device, states = cache.block_size, cache.by_block.device, range(1, cache.num_blocks)
-    return AttentionStep(
-        cache,
-        token_rows=torch.arange(count, device=device),
-        num_rows=count,
-        decodes=[],
-        prefills=[PrefillRows(0, count, start_position=0, block_table=[0])],
-        states=StepStates(cache, [StateRows(0, count, True, states)], device) if states else None,
-    )
 
 
 def _scale(largest: float) -> float:

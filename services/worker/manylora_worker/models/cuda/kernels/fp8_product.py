@@ -17,12 +17,11 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from manylora_worker.models.cuda.kernels.gemm import shared_bytes_of
+from manylora_worker.models.cuda.kernels.gemm import PROCESSORS, shared_bytes_of
 from manylora_worker.models.quantized.fp8 import Fp8Weight
 
 MOST_ROWS = 512  # above, rebuilding the weight whole, once, is little of the work
 _MOST_BLOCK_M = 128
-_PROCESSORS = 132  # of an H100. A product whose programs leave half of them idle is split along its inputs
 _CUT = 128  # inputs, that a part is a multiple of
 _ALIGNED = 16  # bytes, of a tensor descriptor's rows
 _LEAST_EXPONENT = tl.constexpr(-6)  # of e4m3's normal numbers
@@ -44,7 +43,7 @@ class _Tile:
 
     def stages(self, block_m: int, programs: int, shared_bytes: int) -> int:
         """How many loads are under way. programs: of one tile of rows. shared_bytes: that one may have."""
-        alone = block_m > 64 or (block_m == 64 and programs <= _PROCESSORS)  # on its processor
+        alone = block_m > 64 or (block_m == 64 and programs <= PROCESSORS)  # on its processor
         kib = 200 if alone and shared_bytes >= 200 * 1024 else 96  # Ada's processors have 99
         return kib * 1024 // (self.block_k * (self.block_n + 2 * block_m))
 
@@ -173,14 +172,14 @@ def _tile_of(block_m: int, outputs: int, *, grouped: bool) -> _Tile:
     """As measured on an H100 for the products of Llama-3.1-8B."""
     if block_m > 64:
         return _Tile(128, 128, 8) if outputs > 4096 else _Tile(64, 128, 4)
-    shared = block_m == 64 and outputs > 64 * _PROCESSORS
+    shared = block_m == 64 and outputs > 64 * PROCESSORS
     return _Tile(64, 128 if grouped or shared else 256, 4)
 
 
 def split(programs: int, k: int) -> tuple[int, int]:
     """How many parts the inputs are cut into, and how many inputs a part has; the last may have fewer."""
     blocks = triton.cdiv(k, 2 * _CUT)
-    wanted = next((s for s in (4, 2) if programs * s <= _PROCESSORS), 1)
+    wanted = next((s for s in (4, 2) if programs * s <= PROCESSORS), 1)
     blocks_of_part = triton.cdiv(blocks, min(wanted, blocks))
     return triton.cdiv(blocks, blocks_of_part), blocks_of_part * 2 * _CUT
 
