@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import Any
 
 import openai
@@ -12,7 +11,7 @@ from http_fakes import http_front
 from manylora.v1 import common_pb2, scheduler_pb2, worker_pb2
 from manylora_shared.errors import Code
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from router_fakes import STARTED, finished, ids_of, say, tokens, until
+from router_fakes import STARTED, FakeWorker, finished, ids_of, say, tokens, until
 
 HI: Any = [{"role": "user", "content": "hi"}]
 
@@ -35,7 +34,8 @@ async def test_an_answer_is_openais_to_the_letter() -> None:
         )
         answer = ChatCompletion.model_validate_json(raw.content, strict=True)
     assert (answer.object, answer.model, answer.id[:9]) == ("chat.completion", "upper", "chatcmpl-")
-    assert re.fullmatch("fp_[0-9a-f]{10}", answer.system_fingerprint or "")
+    computes = FakeWorker("w", with_logprobs).record("127.0.0.1:1")
+    assert answer.system_fingerprint == f"fp_{computes.fingerprint[:10]}"
     [choice] = answer.choices
     assert (choice.message.content, choice.message.role, choice.finish_reason) == ("ab", "assistant", "stop")
     assert choice.logprobs is not None
