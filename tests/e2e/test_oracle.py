@@ -9,6 +9,7 @@ stream.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,10 +18,11 @@ import pytest
 from manylora.client import Client, Sampling
 from manylora.local.cluster import ClusterOptions, LocalCluster
 
-from tests.numerics.adapters import Reference, recipes, save_adapter
+from tests.numerics.adapters import Reference, Tie, recipes, save_adapter
 from tests.numerics.families import EACH_FAMILY, VOCAB_SIZE, make_model
 from tests.numerics.mixtures import OWN_PATTERNS, make_mixture
 
+Asked = tuple[str | None, list[int]]
 TENANT = "oracle"
 MAX_TOKENS = 24
 ROUNDS = 3
@@ -52,17 +54,11 @@ async def test_cluster_equals_peft(family: str, tmp_path: Path) -> None:
         name: save_adapter(model, tmp_path / "adapters" / name, seed, **recipe)
         for seed, (name, recipe) in enumerate(recipes(family).items())
     }
-    rng = random.Random(family)
-    requests = [
-        (adapter, [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice((1, 3, 8, 21, 40)))])
-        for _ in range(ROUNDS)
-        for adapter in (None, *folders, *COMPOSED)
-    ]
     model.set_attn_implementation("eager")  # transformers' sdpa leaves out Gemma 2's soft cap of the scores
     reference = Reference(model, folders)
     for name, weights in COMPOSED.items():
         reference.compose(name, weights)
-    expected = [reference.greedy(prompt, adapter, MAX_TOKENS) for adapter, prompt in requests]
+    requests, expected = draw(family, dict.fromkeys((None, *folders, *COMPOSED), reference))
     device_adapter_mb = 0.6 if family == "gemma4_text" else DEVICE_ADAPTER_MB  # it has more layers
     await check_cluster(family, tmp_path, folders, requests, expected, device_adapter_mb=device_adapter_mb)
 
@@ -84,23 +80,31 @@ async def test_cluster_equals_peft_where_experts_are_adapted(
 ) -> None:
     mixture = make_mixture(tmp_path / "made", family)
     (tmp_path / "made" / f"tiny-{family}").rename(tmp_path / "model")
-    rng = random.Random(1)
-    requests = [
-        (adapter, [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice((1, 3, 8, 21, 40)))])
-        for _ in range(ROUNDS)
-        for adapter in (None, *mixture.adapters)
-    ]
-    expected = [mixture.references[adapter].greedy(prompt, adapter, MAX_TOKENS) for adapter, prompt in requests]
+    requests, expected = draw(1, mixture.references)
     await check_cluster(
         f"tiny-{family}", tmp_path, mixture.adapters, requests, expected, device_adapter_mb=device_adapter_mb
     )
+
+
+def draw(seed: str | int, references: Mapping[str | None, Reference]) -> tuple[list[Asked], list[list[int]]]:
+    """Prompts for each adapter, and their greedy answers, which no rounding decides."""
+    rng = random.Random(seed)
+    requests: list[Asked] = []
+    expected: list[list[int]] = []
+    for adapter in list(references) * ROUNDS:
+        while len(expected) == len(requests):
+            prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice((1, 3, 8, 21, 40)))]
+            with contextlib.suppress(Tie):
+                expected.append(references[adapter].greedy(prompt, adapter, MAX_TOKENS))
+        requests.append((adapter, prompt))
+    return requests, expected
 
 
 async def check_cluster(
     family: str,
     tmp_path: Path,
     folders: Mapping[str, Path],
-    requests: Sequence[tuple[str | None, list[int]]],
+    requests: Sequence[Asked],
     expected: Sequence[list[int]],
     *,
     device_adapter_mb: float = DEVICE_ADAPTER_MB,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import DynamicCache, PreTrainedModel
 
+T = TypeVar("T")
+
 FP8_SLACK = 0.1  # of logits
+LEAST_MARGIN = 1e-5  # of a greedy token over the next best: a sum in another order moves logits by 1e-6
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 DELTA_NET = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
@@ -85,6 +88,10 @@ class RoundingCache(DynamicCache):
         return super().update(*rounded, layer_idx, *others, **named)
 
 
+class Tie(Exception):
+    """The greedy answer is not one that every right program gives."""
+
+
 class Reference:
     """transformers + peft, one request at a time, adapters read from their folders."""
 
@@ -110,13 +117,20 @@ class Reference:
         return self._run(adapter, lambda model: model(torch.tensor([token_ids]), **self._cache()).logits[0].float())
 
     def greedy(self, token_ids: list[int], adapter: str | None, max_tokens: int) -> list[int]:
+        """Raises Tie where the last bits of a sum decide."""
         prompt = torch.tensor([token_ids])
         options = {"max_new_tokens": max_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        options |= {"output_logits": True, "return_dict_in_generate": True}
 
-        def generate(model: PreTrainedModel) -> torch.Tensor:
-            return model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options, **self._cache())
+        def generate(model: PreTrainedModel) -> tuple[torch.Tensor, float]:
+            found = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options, **self._cache())
+            best, next_best = torch.cat(found.logits).float().topk(2).values.unbind(1)
+            return found.sequences[0, len(token_ids) :], float((best - next_best).min())
 
-        return self._run(adapter, generate)[0, len(token_ids) :].tolist()
+        answer, margin = self._run(adapter, generate)
+        if margin < LEAST_MARGIN:
+            raise Tie(f"a token of the greedy answer leads by {margin:.1e} alone: draw another prompt")
+        return answer.tolist()
 
     def allows(self, token_ids: list[int], adapter: str | None, answer: list[int]) -> bool:
         """Whether the answer is the greedy one, or with keys and values in FP8 hardly less likely token by token: a
@@ -130,7 +144,7 @@ class Reference:
         config = self._wrapped.config.get_text_config()
         return {"past_key_values": RoundingCache(config, self._scales)} if self._scales else {}
 
-    def _run(self, adapter: str | None, call: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+    def _run(self, adapter: str | None, call: Callable[[Any], T]) -> T:
         with torch.no_grad():
             if not isinstance(self._wrapped, PeftModel):
                 return call(self._wrapped)
