@@ -101,11 +101,11 @@ def test_sums_of_groups() -> None:
     assert group_sums(x, 3).tolist() == [[3.0, 12.0], [21.0, 30.0]]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("group_size", [64, 128, 512])
-def test_a_weight_that_is_rebuilt(group_size: int, shifted: bool) -> None:
+def test_a_weight_that_is_rebuilt(group_size: int, shifted: bool, device: str) -> None:
     torch.manual_seed(group_size)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     kernels = object.__new__(Int4Kernels)
     kernels.workspace = TileWorkspace(torch.device(device), VALUES)
     weight = weight_of((48, 512), group_size, device, shifted=shifted)
