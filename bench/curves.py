@@ -116,7 +116,8 @@ def prompts_of(gpu: str, shape: str, by_gpu: Mapping[str, Sequence[Line]]) -> tu
 
 def service_ms(gpu: str, found: Sequence[Line], prompts: Mapping[str, float]) -> float:
     """The way through the services, of the shape that bench/isolation.py serves."""
-    waits = [line["victim_ttft_p50_ms"] for line in lines(MACHINES[gpu], "isolation.jsonl") if line["attack"] == "none"]
+    alone = [line for line in lines(MACHINES[gpu], "isolation.jsonl") if line["attack"] == "none"]
+    waits: list[float] = [line["victim_ttft_p50_ms"] for line in alone]
     base = base_of([line for line in found if line["shape"] == REFERENCE])
     first_ms = min(base.values()) + VICTIM_PROMPT_TOKENS * prompts["prefill-base"]
     return max(0.0, statistics.median(waits) - first_ms)

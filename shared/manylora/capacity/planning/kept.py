@@ -1,4 +1,4 @@
-"""What linear layers take on a device by a worker's `--quantization`, from what config.json says of the checkpoint."""
+"""What linear layers take on a device by a worker's `--quantization`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def kept_of(config: Mapping[str, Any], parts: Parts, quantization: str) -> Kept:
     if quantization == "none":
         return Kept()
     if parts.num_experts:
-        raise BadConfig(f"--quantization {quantization}: of a mixture of experts it is not planned for: it was not measured")
+        raise BadConfig(f"--quantization {quantization}: of a mixture of experts it is not planned for")
     kept = Kept(quantization, _GROUP if quantization == "int4" else 0) if not stated else _shipped(stated, quantization)
     if quantization in ("int4", "nf4"):
         step = math.lcm(_TILE, kept.group or _TILE)
@@ -65,7 +65,8 @@ def kept_of(config: Mapping[str, Any], parts: Parts, quantization: str) -> Kept:
 
 def _shipped(stated: Mapping[str, Any], quantization: str) -> Kept:
     method = stated.get("quant_method")
-    weights = next(iter((stated.get("config_groups") or {}).values()), {}).get("weights") or {}
+    groups: Mapping[str, Any] = stated.get("config_groups") or {}
+    weights: Mapping[str, Any] = next(iter(groups.values())).get("weights") or {} if groups else {}
     block = stated.get("weight_block_size") or weights.get("block_structure")
     ignored = [stated.get(key) or () for key in ("ignore", "ignored_layers", "modules_to_not_convert")]
     strange = next((each for entries in ignored for each in entries if not any(part in each for part in _LEFT)), None)

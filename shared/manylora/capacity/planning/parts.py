@@ -1,6 +1,4 @@
-"""What a model has by its Hugging Face config.json: products, experts, tables, keys and values, states. It knows each
-family that a GPU runs by our kernels, so that sums are a worker's own, and refuses others by name.
-"""
+"""What a model has by its Hugging Face config.json, of each family that a GPU runs by our kernels."""
 
 from __future__ import annotations
 
@@ -24,9 +22,8 @@ class Product:
 
 @dataclass
 class Parts:
-    """Of elements: `others` are read whole by each step (norms, routers, convolutions), `tables` by row, `experts` by
-    those that rows go to. `state` is of a sequence, in 32-bit floats.
-    """
+    # Of elements: `others` are read whole by each step (norms, routers, convolutions), `tables` by row, `experts` by
+    # those that rows go to. `state` is of a sequence, in 32-bit floats.
 
     layers: int
     hidden: int
@@ -44,7 +41,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class _Family:
-    """What config.json does not say, or not always. norms: of a layer, of the hidden size."""
+    # What config.json does not say, or not always. norms: of a layer, of the hidden size.
 
     norms: int = 2
     norms_heads: bool = False
