@@ -5,7 +5,8 @@
 
 What a step with adapters takes beyond one without is fitted, without negative parts, over all measured steps of the
 GPU and shape: a constant, a part for each row, one for each rank of the distinct adapters, one for the greatest rank.
-What one GPU lacks (prompts) is taken of the other, by the multiplications a second of both.
+Where all adapters had one rank, the fit has a constant and the sum of ranks alone. Prompts that were not measured with
+a pair are those of another GPU or of the reference shape, by multiplications.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ from typing import Any
 
 import numpy as np
 from manylora.capacity.files import CURVES
-from manylora.capacity.planning.curve import kv_token_ms
-from manylora.capacity.planning.shapes import GPUS, SHAPES
+from manylora.capacity.planning.curve import floor_ms, kv_token_ms
+from manylora.capacity.planning.shapes import CONFIGS, GPUS, SHAPES, shape_of
 
 RESULTS = Path(__file__).parent / "results"
 MACHINES = {"H100": "h100", "H200": "h200"}
-ENGINE_FILES = ("engine.jsonl", "engine-composed.jsonl")
+ENGINE_FILES = ("engine.jsonl", "engine-composed.jsonl", "engine-hybrid.jsonl", "engine-mixture.jsonl")
+REFERENCE = "llama-3.1-8b"
+FORMATS = ("fp8", "int4", "nf4")
 ADAPTER_CASES = ("decode-one", "decode-distinct", "mixed-rank", "composed/alone")
+ENOUGH_ROWS = 64  # else another GPU's are nearer than what is drawn on from there
+CONTEXT = 256  # of all that is told for weights in fewer bits
 VICTIM_PROMPT_TOKENS = 32  # of bench/isolation.py
 LOAD_DEVICE_MB_S = 20_000.0  # assumed: less than half of what a PCI Express 5 link of 16 lanes carries
 Line = Mapping[str, Any]
@@ -60,17 +65,15 @@ def fit(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]
     return best[1]
 
 
-def curve(gpu: str, shape: str, measured: Sequence[Line], prompts: Sequence[Line], alone: Sequence[Line]) -> Line:
-    """`prompts`: of the GPU, or of the one that stands in for it."""
-    base = {line["batch"]: line["ms_per_step"] for line in measured if line["case"] == "decode-base"}
+def curve(gpu: str, shape: str, measured: Sequence[Line], prompts: Mapping[str, float], service_ms: float) -> Line:
+    """prompts: milliseconds a token, by case."""
+    base = base_of(measured)
     rows = [line for line in measured if line["case"] in ADAPTER_CASES and line["batch"] in base]
-    adapter, row, rank, greatest = fit(
-        [features(line) for line in rows], [line["ms_per_step"] - base[line["batch"]] for line in rows]
-    )
-    chunk = {line["case"]: 1e3 / line["tokens_per_s"] for line in prompts if line["context"] == 512}
+    told = [features(line) for line in rows]
+    if len({(found[2] / line["adapters"], found[3]) for found, line in zip(told, rows, strict=True)}) == 1:
+        told = [[one, 0.0, ranks, 0.0] for one, _, ranks, _ in told]
+    adapter, row, rank, greatest = fit(told, [line["ms_per_step"] - base[line["batch"]] for line in rows])
     context = next(line["context"] for line in measured if line["case"] == "decode-base")
-    waits = [line["victim_ttft_p50_ms"] for line in alone if line["attack"] == "none"]
-    first_ms = min(base.values()) + VICTIM_PROMPT_TOKENS * chunk["prefill-base"]
     (reads,) = [line for line in lines("h200", "adapter_reads.jsonl") if line["case"] == "of_a_known_kind"]
     values: dict[str, Any] = {
         "context": context,
@@ -79,14 +82,61 @@ def curve(gpu: str, shape: str, measured: Sequence[Line], prompts: Sequence[Line
         "row_ms": row,
         "rank_ms": rank,
         "max_rank_ms": greatest,
-        "prompt_token_ms": chunk["prefill-base"],
-        "adapter_prompt_token_ms": chunk["prefill-distinct"],
-        "service_ms": max(0.0, statistics.median(waits) - first_ms),
+        "prompt_token_ms": prompts["prefill-base"],
+        "adapter_prompt_token_ms": prompts["prefill-distinct"],
+        "service_ms": service_ms,
         "load_host_mb_s": reads["file_bytes"] / reads["p50_ms"] / 1e3,
         "load_device_mb_s": LOAD_DEVICE_MB_S,
     }
     rounded = {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in values.items()}
     return {"gpu": gpu, "shape": shape, "points": sorted(base.items()), **rounded, "is_measured": True}
+
+
+def base_of(measured: Sequence[Line]) -> dict[int, float]:
+    return {line["batch"]: line["ms_per_step"] for line in measured if line["case"] == "decode-base"}
+
+
+def chunk_ms(found: Sequence[Line]) -> dict[str, float]:
+    """Of a prompt's token."""
+    prefills = [line for line in found if line["case"].startswith("prefill") and line["context"] == 512]
+    return {line["case"]: 1e3 / line["tokens_per_s"] for line in prefills}
+
+
+def prompts_of(gpu: str, shape: str, by_gpu: Mapping[str, Sequence[Line]]) -> tuple[dict[str, float], str]:
+    """And where they are from, if not of this pair."""
+    other = next(name for name in by_gpu if name != gpu)
+    for source, of, where in ((gpu, shape, ""), (other, shape, other), (other, REFERENCE, f"{REFERENCE} on {other}")):
+        found = chunk_ms([line for line in by_gpu[source] if line["shape"] == of])
+        if found:
+            elements = SHAPES[shape].row_elements / SHAPES[of].row_elements
+            times = elements * GPUS[source].matrix_tflops / GPUS[gpu].matrix_tflops
+            return {case: ms * times for case, ms in found.items()}, where
+    raise ValueError(f"no prompt was measured for {shape} on {gpu}")
+
+
+def service_ms(gpu: str, found: Sequence[Line], prompts: Mapping[str, float]) -> float:
+    """The way through the services, of the shape that bench/isolation.py serves."""
+    alone = [line for line in lines(MACHINES[gpu], "isolation.jsonl") if line["attack"] == "none"]
+    waits: list[float] = [line["victim_ttft_p50_ms"] for line in alone]
+    base = base_of([line for line in found if line["shape"] == REFERENCE])
+    first_ms = min(base.values()) + VICTIM_PROMPT_TOKENS * prompts["prefill-base"]
+    return max(0.0, statistics.median(waits) - first_ms)
+
+
+def quantized(gpu: str, shape: str, base: Mapping[int, float]) -> Iterator[tuple[str, list[tuple[int, float]]]]:
+    """By format, what a step takes beyond one of bf16 and what fewer bytes save. NF4's kernels are those of int4."""
+    found: dict[str, dict[int, float]] = {}
+    for kind in FORMATS:
+        file = [line for line in lines(MACHINES[gpu], f"engine-{kind}.jsonl") if line["shape"] == shape]
+        beside = base_of([line for line in file if line["quantization"] == "none"]) or base
+        own = base_of([line for line in file if line["quantization"] == kind])
+        thin = shape_of(CONFIGS[shape], shape, kind)
+        found[kind] = dict(found.get("int4", {})) if kind == "nf4" else {}
+        for rows, ms in own.items():
+            floors = [floor_ms(GPUS[gpu], each, rows, CONTEXT) for each in (SHAPES[shape], thin)]
+            found[kind][rows] = round(ms - beside[rows] + floors[0] - floors[1], 4)
+        if max(found[kind], default=0) >= ENOUGH_ROWS:
+            yield kind, sorted(found[kind].items())
 
 
 def curves() -> Iterator[Line]:
@@ -97,19 +147,15 @@ def curves() -> Iterator[Line]:
     for gpu, found in by_gpu.items():
         for shape in SHAPES:
             measured = [line for line in found if line["shape"] == shape]
-            if not any(line["case"] == "decode-base" for line in measured):
+            if not base_of(measured):
                 continue
-            own = [line for line in measured if line["case"].startswith("prefill")]
-            other = next(name for name in by_gpu if name != gpu)
-            prompts = own or [
-                {**line, "tokens_per_s": line["tokens_per_s"] * GPUS[gpu].matrix_tflops / GPUS[other].matrix_tflops}
-                for line in by_gpu[other]
-                if line["shape"] == shape and line["case"].startswith("prefill")
-            ]
+            prompts, where = prompts_of(gpu, shape, by_gpu)
             date = next(line["date"] for line in measured if line["case"] == "versions")
-            origin = f"measured on {date}" + ("" if own else f"; prompts estimated from {other}")
-            alone = lines(MACHINES[gpu], "isolation.jsonl")
-            yield {**curve(gpu, shape, measured, prompts, alone), "origin": origin}
+            origin = f"measured on {date}" + (f"; prompts estimated from {where}" if where else "")
+            way_ms = service_ms(gpu, found, prompts_of(gpu, REFERENCE, by_gpu)[0])
+            of_formats = {} if SHAPES[shape].experts else dict(quantized(gpu, shape, base_of(measured)))
+            more = {"quantized": of_formats} if of_formats else {}
+            yield {**curve(gpu, shape, measured, prompts, way_ms), **more, "origin": origin}
 
 
 def written(found: Sequence[Line]) -> str:

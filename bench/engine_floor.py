@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from manylora.capacity.planning.shapes import idle_share
 from manylora_worker.models.loader import LoadedModel
 from manylora_worker.models.quantized.linear import QuantizedLinear
 from manylora_worker.weights.layout import HostAdapter
@@ -35,7 +36,7 @@ class Floor:
         total: float = self._weight_bytes + rows * context * self.token_bytes
         state = self._loaded.spec.kv.state
         total += 0 if state is None else 2 * rows * state.size_bytes  # read and written
-        total -= sum(2 * 3 * e.experts * e.hidden * e.width * _idle_share(e, rows) for e in self._experts.values())
+        total -= sum(2 * 3 * e.experts * e.hidden * e.width * _idle(e, rows) for e in self._experts.values())
         return total + sum(size - self._idle_bytes(each, rows_of_each) for each, size in adapters)
 
     def prefill_flops(self, prompts: int, tokens: int) -> int:
@@ -52,9 +53,8 @@ class Floor:
             return 0.0
         placed = [each for each in adapter.layout if each.experts]
         held = sum(each.a.rows * each.a.columns + sum(b.rows * b.columns for *_, b in each.slots) for each in placed)
-        return 2 * held * _idle_share(shape, rows)
+        return 2 * held * _idle(shape, rows)
 
 
-def _idle_share(shape: ExpertShape, rows: float) -> float:
-    """Of experts that none of the rows goes to."""
-    return float((1 - shape.top_k / shape.experts) ** rows)
+def _idle(shape: ExpertShape, rows: float) -> float:
+    return idle_share(shape.experts, shape.top_k, rows)

@@ -7,18 +7,20 @@ from dataclasses import asdict, replace
 
 import pytest
 from manylora.capacity.files import packaged_curves
-from manylora.capacity.planning.curve import Curve, curve_of, find_curve, scaled
-from manylora.capacity.planning.shapes import GPUS, SHAPES
+from manylora.capacity.planning.curve import Curve, curve_of, find_curve, floor_ms, scaled, with_quantization
+from manylora.capacity.planning.shapes import CONFIGS, GPUS, SHAPES, CannotPlan, shape_of
 
 from bench import curves as made
 
-CURVES = {curve.gpu.name: curve for curve in packaged_curves()}
+PACKAGED = {(curve.gpu.name, curve.shape.name): curve for curve in packaged_curves()}
 SHAPE = SHAPES["llama-3.1-8b"]
+CURVES = {gpu: curve for (gpu, shape), curve in PACKAGED.items() if shape == SHAPE.name}
 
 
-def measured(gpu: str) -> list[made.Line]:
+def measured(gpu: str, shape: str = SHAPE.name) -> list[made.Line]:
     found = [line for name in made.ENGINE_FILES for line in made.lines(made.MACHINES[gpu], name)]
-    return [line for line in found if line["case"] in (*made.ADAPTER_CASES, "decode-base")]
+    cases = (*made.ADAPTER_CASES, "decode-base")
+    return [line for line in found if line["case"] in cases and line["shape"] == shape]
 
 
 def predicted(curve: Curve, line: made.Line) -> float:
@@ -37,10 +39,11 @@ def test_the_packaged_curves_are_what_the_results_say() -> None:
             assert kept[name] == (pytest.approx(value, rel=within) if isinstance(value, float) else value), name
 
 
-@pytest.mark.parametrize("gpu", list(CURVES))
-def test_a_curve_gives_the_measured_steps_again(gpu: str) -> None:
-    for line in measured(gpu):
-        assert predicted(CURVES[gpu], line) == pytest.approx(line["ms_per_step"], rel=0.05), line
+@pytest.mark.parametrize(("gpu", "shape"), list(PACKAGED))
+def test_a_curve_gives_the_measured_steps_again(gpu: str, shape: str) -> None:
+    assert measured(gpu, shape)
+    for line in measured(gpu, shape):
+        assert predicted(PACKAGED[gpu, shape], line) == pytest.approx(line["ms_per_step"], rel=0.05), line
 
 
 @pytest.mark.parametrize(("gpu", "other"), [("H100", "H200"), ("H200", "H100")])
@@ -78,3 +81,62 @@ def test_a_curve_of_ones_own_names_its_gpu_and_shape_with_their_sizes() -> None:
     kept = json.loads(made.CURVES.read_text())[0]
     own = {**kept, "gpu": asdict(GPUS["H100"]), "shape": asdict(SHAPE)}
     assert curve_of(own) == curve_of(kept) == CURVES["H100"]
+
+
+def test_a_floor_is_that_of_the_bench() -> None:
+    """It has experts that rows reach, states, and KV of the layers that attend."""
+    for gpu, shape in PACKAGED:
+        for line in measured(gpu, shape):
+            if line["case"] == "decode-base" and line["batch"] <= 64:
+                found = floor_ms(GPUS[gpu], SHAPES[shape], line["batch"], line["context"])
+                assert found == pytest.approx(line["floor_ms"], rel=0.01), line
+
+
+def test_a_model_is_scaled_from_one_of_its_kind() -> None:
+    """Few rows reach few experts, however many were measured."""
+
+    def origin(gpu: str, shape: str, **other: object) -> str:
+        return find_curve(packaged_curves(), GPUS[gpu], shape_of(CONFIGS[shape] | other, "mine")).origin
+
+    assert origin("H200", "30b-a3b").endswith("from 30b-a3b on H100")
+    assert origin("H200", "qwen3.5-9b", intermediate_size=4096).endswith("from qwen3.5-9b on H100")
+    assert origin("L40S", "qwen3-8b").endswith("from llama-3.1-8b on H200")
+    curve = PACKAGED["H100", "30b-a3b"]
+    straight = curve.base_ms(1) + (curve.base_ms(8) - curve.base_ms(1)) * 3 / 7
+    assert curve.base_ms(4) > 1.05 * straight
+    alone = curve.step_ms(0, 0, prompt_tokens=1)
+    assert curve.step_ms(0, 0, prompt_tokens=256) > alone + 15, "all experts"
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4", "nf4"])
+def test_quantized_steps_are_those_that_were_measured(kind: str) -> None:
+    curve = with_quantization(CURVES["H100"], shape_of(CONFIGS[SHAPE.name], SHAPE.name, kind), packaged_curves())
+    assert (curve.is_measured, curve.shape.quantization) == (True, kind)
+    assert f"of weights in {kind} measured" in curve.origin
+    cases = ("decode-base", "decode-distinct")
+    lines = [line for line in made.lines("h100", f"engine-{kind}.jsonl") if line["case"] in cases]
+    plain = {(line["case"], line["batch"]): line for line in lines if line["quantization"] == "none"}
+    own = [line for line in lines if line["quantization"] == kind]
+    assert own
+    for line in own:
+        beside = plain.get((line["case"], line["batch"]))  # bf16 of the same run, where it has that
+        times = 1.0 if beside is None else beside["ms_per_step"] / predicted(CURVES["H100"], beside)
+        assert times * predicted(curve, line) == pytest.approx(line["ms_per_step"], rel=0.1), line
+
+
+def test_quantized_steps_of_another_pair_are_estimated_from_them() -> None:
+    def quantized(gpu: str, shape: str, kind: str) -> Curve:
+        curve = find_curve(packaged_curves(), GPUS[gpu], SHAPES[shape])
+        return with_quantization(curve, shape_of(CONFIGS[shape], shape, kind), packaged_curves())
+
+    hybrid = quantized("H100", "qwen3.5-9b", "fp8")
+    assert not hybrid.is_measured
+    assert hybrid.origin.endswith("of weights in fp8 estimated from llama-3.1-8b on H100")
+    plain = PACKAGED["H100", "qwen3.5-9b"]
+    assert 0.4 * plain.base_ms(1) < hybrid.base_ms(1) < 0.8 * plain.base_ms(1)
+    assert quantized("L40S", "llama-3.1-8b", "fp8").base_ms(1) < find_curve(
+        packaged_curves(), GPUS["L40S"], SHAPE
+    ).base_ms(1)
+    for gpu, kind in (("A100", "fp8"), ("L40S", "int4")):
+        with pytest.raises(CannotPlan, match=f"--quantization {kind}: not planned for on {gpu}"):
+            quantized(gpu, "llama-3.1-8b", kind)

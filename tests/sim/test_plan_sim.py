@@ -12,7 +12,7 @@ import pytest
 from manylora.capacity.planning.curve import Curve
 from manylora.capacity.planning.plan import Plan, Wanted, plan
 from manylora.capacity.planning.play import quantile
-from manylora.capacity.planning.shapes import Gpu, Shape
+from manylora.capacity.planning.shapes import Gpu, shape_of
 from manylora.capacity.planning.traffic import Request, Traffic
 from manylora.v1 import common_pb2
 from manylora_shared.composition import uids_of
@@ -38,7 +38,18 @@ MARGIN_MS = 3.0
 SECONDS = 12.0
 RANK = 8
 NUM_BLOCKS = 3000
-SHAPE = Shape("small", 2, 64, 128, 4, 2, 16, 259)
+SHAPE = shape_of(
+    {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 259,
+    },
+    "small",
+)
 GPU = Gpu("simulated", 4.0, 1.0, 100.0)
 FREE = {QosClass.INTERACTIVE: ClassPolicy(1), QosClass.STANDARD: ClassPolicy(1), QosClass.BATCH: ClassPolicy(1)}
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from manylora.capacity.planning.curve import Curve, curve_of
-from manylora.capacity.planning.shapes import SHAPES, CannotPlan, Shape, shape_of
+from manylora.capacity.planning.shapes import CONFIGS, CannotPlan, Shape, shape_of
 from manylora.load.planning.arrivals import TraceRow
 from manylora.load.planning.fields import BadMix
 from manylora.load.planning.mix import Mix, mix_of
@@ -44,19 +44,21 @@ def read_curve(file: Path) -> Curve:
         raise CannotPlan(f"{file}: is no curve: {type(error).__name__}: {error}") from None
 
 
-def read_shape(name: str) -> Shape:
+def read_shape(name: str, quantization: str = "none") -> Shape:
     """A known shape's, or a folder's with a config.json. Raises CannotPlan."""
-    if name in SHAPES:
-        return SHAPES[name]
+    if name in CONFIGS:
+        return shape_of(CONFIGS[name], name, quantization)
     config = Path(name) / "config.json"
     try:
         document = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        known = ", ".join(SHAPES)
+        known = ", ".join(CONFIGS)
         raise CannotPlan(f"{name!r} is none of {known}, and no model's folder: {config}: {error}") from None
     if not isinstance(document, dict):
         raise CannotPlan(f"{config}: must be an object")
-    return shape_of(document, Path(name).name)
+    if quantization == "int4" and not document.get("quantization_config"):
+        raise CannotPlan(f"{config}: --quantization int4 keeps what a checkpoint ships; this model is not quantized")
+    return shape_of(document, Path(name).name, quantization)
 
 
 def read_mix(text: str, name: str) -> Mix:

@@ -27,10 +27,13 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
         f"{traffic['output_tokens_per_s']:,.0f} out"
     )
     yield f"  flags     {document['worker_flags']}"
+    yield f"  weights   {document['weights_gib']:g} GiB of the GPU's memory"
     yield (
         f"  arena     {arena['gib']:g} GiB: KV {arena['kv_mb']:,} MiB ({arena['kv_tokens']:,} tokens), adapters "
         f"{arena['device_adapter_mb']:,} MiB ({arena['adapters_resident']} of {traffic['adapters']} at a time)"
     )
+    if arena["state_tokens"]:
+        yield f"            a sequence's state takes {arena['state_tokens']:,} tokens of the KV beside its own"
     yield (
         f"  expected  first token p50 {expected['ttft_p50_ms']:.0f} ms, p95 {expected['ttft_p95_ms']:.0f} ms; between "
         f"tokens {expected['tpot_p50_ms']:.1f} / {expected['tpot_p95_ms']:.1f} ms; "

@@ -9,14 +9,26 @@ base(rows)                                  between measured points; beyond the 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from manylora.capacity.planning.shapes import GPUS, SHAPES, CannotPlan, Gpu, Shape
+from manylora.capacity.planning.shapes import GPUS, SHAPES, CannotPlan, Gpu, Shape, shape_of
 
 _ATTENTION_SHARE = 0.8  # of the read ceiling, that reading KV reaches
 _REFERENCE = ("H200", "llama-3.1-8b")  # the pair of which most was measured
+_FINE = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_OLD_NAMES = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "intermediate": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab": "vocab_size",
+    "is_tied": "tie_word_embeddings",
+}
 _KERNEL_TERMS = ("adapter_ms", "max_rank_ms")  # of each layer's launches, whatever they read
 
 
@@ -44,15 +56,12 @@ class Curve:
     is_measured: bool
     origin: str
     is_ahead: bool = True
+    # by `--quantization`, rows and milliseconds of a step beyond those of bf16, less what fewer bytes save
+    quantized: Mapping[str, Sequence[tuple[int, float]]] = dataclasses.field(default_factory=dict)
 
     def base_ms(self, rows: int) -> float:
         """A step of prompts alone reads the weights, too: it counts as one of a row."""
-        points = self.points
-        if rows <= points[0][0]:
-            return points[0][1]
-        at = min(bisect.bisect_left(points, (rows, 0.0)), len(points) - 1)
-        (first, low), (last, high) = points[max(0, at - 1)], points[at]
-        return high if last == first else low + (high - low) * (rows - first) / (last - first)
+        return _between(self.points, rows)
 
     def step_ms(
         self,
@@ -68,8 +77,24 @@ class Curve:
         if max_rank:
             found += self.adapter_ms + self.row_ms * rows
             found += self.rank_ms * sum_ranks + self.max_rank_ms * max_rank
+        if prompt_tokens and self.shape.experts:
+            found += self._more_experts_ms(max(1, rows), prompt_tokens)
         prompt_ms = self.adapter_prompt_token_ms if max_rank else self.prompt_token_ms
         return max(found, self.points[0][1] / 2) + prompt_ms * prompt_tokens
+
+    def _more_experts_ms(self, rows: int, prompt_tokens: int) -> float:
+        """Those that prompts alone go to are read, too."""
+        shape = self.shape
+        share = shape.idle_share(rows) - shape.idle_share(rows + prompt_tokens)
+        return shape.expert_bytes * share / self.gpu.read_tb_s / 1e9
+
+
+def _between(points: Sequence[tuple[int, float]], rows: int) -> float:
+    if rows <= points[0][0]:
+        return points[0][1]
+    at = min(bisect.bisect_left(points, (rows, 0.0)), len(points) - 1)
+    (first, low), (last, high) = points[max(0, at - 1)], points[at]
+    return high if last == first else low + (high - low) * (rows - first) / (last - first)
 
 
 def curve_of(document: Mapping[str, Any]) -> Curve:
@@ -77,9 +102,35 @@ def curve_of(document: Mapping[str, Any]) -> Curve:
     values = dict(document)
     gpu, shape = values.pop("gpu"), values.pop("shape")
     gpu = Gpu(**gpu) if isinstance(gpu, dict) else GPUS[gpu]
-    shape = Shape(**shape) if isinstance(shape, dict) else SHAPES[shape]
-    points = [(int(rows), float(ms)) for rows, ms in values.pop("points")]
-    return Curve(gpu=gpu, shape=shape, points=points, **values)
+    shape = _told_shape(shape) if isinstance(shape, dict) else SHAPES[shape]
+    points = _points(values.pop("points"))
+    quantized = {kind: _points(own) for kind, own in values.pop("quantized", {}).items()}
+    return _fine(Curve(gpu=gpu, shape=shape, points=points, quantized=quantized, **values))
+
+
+def _told_shape(told: Mapping[str, Any]) -> Shape:
+    """Files of before told a dense model's sizes."""
+    if "hidden" not in told:
+        return Shape(**told)
+    config = {key: told[name] for name, key in _OLD_NAMES.items()}
+    return shape_of(config, told["name"])
+
+
+def _points(told: Iterable[Sequence[float]]) -> list[tuple[int, float]]:
+    return [(int(rows), float(ms)) for rows, ms in told]
+
+
+def _fine(curve: Curve) -> Curve:
+    """Experts that rows reach become more in no straight line: what lies between two points follows the floor."""
+    shape, last = curve.shape, curve.points[-1][0]
+    if not shape.experts:
+        return curve
+    beyond = [(rows, ms - floor_ms(curve.gpu, shape, rows, curve.context)) for rows, ms in curve.points]
+    rows_of = sorted({rows for rows, _ in curve.points} | {rows for rows in _FINE if rows <= 4 * last})
+    return replace(
+        curve,
+        points=[(n, floor_ms(curve.gpu, shape, n, curve.context) + _between(beyond, n)) for n in rows_of],
+    )
 
 
 def find_curve(curves: Sequence[Curve], gpu: Gpu, shape: Shape) -> Curve:
@@ -87,16 +138,21 @@ def find_curve(curves: Sequence[Curve], gpu: Gpu, shape: Shape) -> Curve:
     for curve in curves:
         if (curve.gpu.name, curve.shape) == (gpu.name, shape):
             return replace(curve, shape=shape)
-    nearest = [c for c in curves if c.shape == shape] or [c for c in curves if c.gpu.name == gpu.name] or list(curves)
-    if not nearest:
+    if not curves:
         raise CannotPlan("there is no measured curve")
-    return scaled(max(nearest, key=lambda c: (c.gpu.name, c.shape.name) == _REFERENCE), gpu, shape)
+
+    def nearness(curve: Curve) -> tuple[bool, ...]:
+        experts, states = (a == b for a, b in zip(curve.shape.kind, shape.kind, strict=True))
+        is_reference = (curve.gpu.name, curve.shape.name) == _REFERENCE
+        return curve.shape == shape, experts, states, curve.gpu.name == gpu.name, is_reference
+
+    return scaled(max(curves, key=nearness), gpu, shape)
 
 
 def floor_ms(gpu: Gpu, shape: Shape, rows: int, context: int) -> float:
     """The time to read weights and KV once, or to multiply, whichever is longer."""
-    read = 2 * shape.step_elements + rows * context * shape.kv_token_bytes
-    return max(read / gpu.read_tb_s / 1e9, 2 * shape.step_elements * rows / gpu.matrix_tflops / 1e9)
+    read = shape.read_bytes(rows) + rows * context * shape.kv_token_bytes
+    return max(read / gpu.read_tb_s / 1e9, 2 * shape.row_elements * rows / gpu.matrix_tflops / 1e9)
 
 
 def scaled(curve: Curve, gpu: Gpu, shape: Shape) -> Curve:
@@ -108,9 +164,9 @@ def scaled(curve: Curve, gpu: Gpu, shape: Shape) -> Curve:
         return rows, floor_ms(gpu, shape, rows, curve.context) + beyond * layers
 
     read = curve.gpu.read_tb_s / gpu.read_tb_s
-    multiplied = shape.step_elements / curve.shape.step_elements * curve.gpu.matrix_tflops / gpu.matrix_tflops
+    multiplied = shape.row_elements / curve.shape.row_elements * curve.gpu.matrix_tflops / gpu.matrix_tflops
     ranks = shape.rank_bytes / curve.shape.rank_bytes * read
-    return replace(
+    estimate = replace(
         curve,
         gpu=gpu,
         shape=shape,
@@ -123,6 +179,44 @@ def scaled(curve: Curve, gpu: Gpu, shape: Shape) -> Curve:
         adapter_prompt_token_ms=curve.adapter_prompt_token_ms * multiplied,
         is_measured=False,
         origin=f"estimated: scaled by bytes and multiplications from {curve.shape.name} on {curve.gpu.name}",
+        quantized={},
+    )
+    return _fine(estimate)
+
+
+def with_quantization(curve: Curve, shape: Shape, curves: Sequence[Curve]) -> Curve:
+    """shape: the curve's, with quantized weights. By the bytes that it reads less, and what unpacking them took on the
+    measured pair, by multiplications. Raises CannotPlan.
+    """
+    kind, gpu = shape.quantization, curve.gpu
+    if (kind == "fp8" and not gpu.has_fp8) or (kind in ("int4", "nf4") and not gpu.is_hopper):
+        raise CannotPlan(
+            f"--quantization {kind}: not planned for on {gpu.name}, where it is refused or was not measured"
+        )
+    measured = [each for each in curves if kind in each.quantized]
+    if not measured:
+        raise CannotPlan(f"--quantization {kind}: was not measured")
+    source = max(measured, key=lambda c: (c.gpu.name == gpu.name and c.shape == curve.shape, c.gpu.name == gpu.name))
+    is_own = source.gpu.name == gpu.name and source.shape == curve.shape
+    multiplied = curve.shape.row_elements / source.shape.row_elements * source.gpu.matrix_tflops / gpu.matrix_tflops
+    more = [(rows, ms * multiplied) for rows, ms in source.quantized[kind]]
+
+    def point(rows: int, ms: float) -> tuple[int, float]:
+        saved = floor_ms(gpu, curve.shape, rows, curve.context) - floor_ms(gpu, shape, rows, curve.context)
+        return rows, ms - saved + _between(more, rows)
+
+    # Beyond the rows that are multiplied with codes a weight is rebuilt, and a prompt's tokens are such rows.
+    (first, low), (last, high) = more[-2], more[-1]
+    token_ms = max(0.0, (high - low) / (last - first))
+    how = "measured, with prompts estimated" if is_own else f"estimated from {source.shape.name} on {source.gpu.name}"
+    return replace(
+        curve,
+        shape=shape,
+        points=[point(rows, ms) for rows, ms in curve.points],
+        prompt_token_ms=curve.prompt_token_ms + token_ms,
+        adapter_prompt_token_ms=curve.adapter_prompt_token_ms + token_ms,
+        is_measured=curve.is_measured and is_own,
+        origin=f"{curve.origin}; of weights in {kind} {how}",
     )
 
 

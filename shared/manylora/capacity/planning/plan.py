@@ -10,14 +10,13 @@ from typing import Any
 from manylora.capacity.planning.curve import Curve
 from manylora.capacity.planning.play import Outcome, play, play_unless_late
 from manylora.capacity.planning.rules import Rule, rules_of
-from manylora.capacity.planning.shapes import GIB, CannotPlan
+from manylora.capacity.planning.shapes import BLOCK_TOKENS, GIB, CannotPlan
 from manylora.capacity.planning.traffic import Traffic
 from manylora.capacity.planning.worker import WorkerSettings
 
 _MIB = 1 << 20
 _STEP_GIB = 2.5  # of a device, for a step's own tensors and its graphs
 _MARGIN = 1 / 50  # of a device's memory, that a worker leaves
-_BLOCK_TOKENS = 16
 _KV_SPARE = 1.3  # KV by the most that was held
 _SLOTS = (16, 32, 64, 128, 256)
 _PLAYED_REQUESTS = 4_000
@@ -83,8 +82,10 @@ class Plan:
 
 def plan(traffic: Traffic, curve: Curve, wanted: Wanted) -> Plan:
     """Raises CannotPlan."""
-    arena = arena_bytes(curve)
-    longest = max(r.prompt_tokens + r.output_tokens for r in traffic.requests)
+    arena, state_tokens = arena_bytes(curve), curve.shape.state_tokens
+    if state_tokens:
+        traffic = traffic.without_prefixes()
+    longest = max(r.prompt_tokens + r.output_tokens for r in traffic.requests) + state_tokens
     largest = max(traffic.ranks.values(), default=0) * curve.shape.rank_bytes
     if longest * curve.shape.kv_token_bytes + largest > arena:
         raise CannotPlan(
@@ -160,7 +161,7 @@ def _counts(floor: float, best: tuple[int, WorkerSettings] | None, wanted: Wante
 def _settings(curve: Curve, slots: int, arena: int, adapter_bytes: int, wanted: Wanted) -> WorkerSettings:
     return WorkerSettings(
         slots=slots,
-        kv_tokens=(arena - adapter_bytes) // curve.shape.kv_token_bytes // _BLOCK_TOKENS * _BLOCK_TOKENS,
+        kv_tokens=(arena - adapter_bytes) // curve.shape.kv_token_bytes // BLOCK_TOKENS * BLOCK_TOKENS,
         adapter_bytes=adapter_bytes,
         host_bytes=int(wanted.host_gib * GIB),
     )
@@ -172,7 +173,8 @@ def _split(curve: Curve, roomy: WorkerSettings, count: int, traffic: Traffic, ar
     all_bytes = sum(ranks.values()) * curve.shape.rank_bytes
     if not ranks:
         return roomy
-    largest = sorted((r.prompt_tokens + r.output_tokens for r in traffic.requests), reverse=True)
+    state_tokens = curve.shape.state_tokens
+    largest = sorted((r.prompt_tokens + r.output_tokens + state_tokens for r in traffic.requests), reverse=True)
     needed = sum(largest[: max(1, min(roomy.slots, len(largest) // count))])
     likely = 2 * roomy.slots * sum(largest) // len(largest)  # twice the slots' mean: those that are parked count, too
     kv = min(max(largest[0], int(_KV_SPARE * min(needed, likely))) * curve.shape.kv_token_bytes, arena)
@@ -182,7 +184,7 @@ def _split(curve: Curve, roomy: WorkerSettings, count: int, traffic: Traffic, ar
     return replace(
         roomy,
         adapter_bytes=adapters,
-        kv_tokens=(arena - adapters) // curve.shape.kv_token_bytes // _BLOCK_TOKENS * _BLOCK_TOKENS,
+        kv_tokens=(arena - adapters) // curve.shape.kv_token_bytes // BLOCK_TOKENS * BLOCK_TOKENS,
     )
 
 
@@ -234,6 +236,7 @@ def document_of(plan: Plan) -> dict[str, Any]:
     return {
         "gpu": curve.gpu.name,
         "model": curve.shape.name,
+        "weights_gib": round(curve.shape.weight_bytes / GIB, 2),
         "curve": {"measured": curve.is_measured, "origin": curve.origin},
         "traffic": {
             "tenants": len(tenants),
@@ -249,6 +252,7 @@ def document_of(plan: Plan) -> dict[str, Any]:
             "gib": round(arena_bytes(curve) / GIB, 2),
             "kv_mb": settings.kv_tokens * curve.shape.kv_token_bytes // _MIB,
             "kv_tokens": settings.kv_tokens,
+            "state_tokens": curve.shape.state_tokens,
             "device_adapter_mb": settings.adapter_bytes // _MIB,
             "host_adapter_mb": _host_mib(plan),
             "adapters_resident": plan.adapters_resident,
@@ -290,6 +294,8 @@ def flags_of(plan: Plan) -> str:
     """Without adapters the arena's part for them stays the least that a worker takes."""
     ranks = [*plan.traffic.ranks.values(), *plan.traffic.listed.values()]
     parts = [f"--sequence-slots {plan.settings.slots}"]
+    if plan.curve.shape.quantization != "none":
+        parts.append(f"--quantization {plan.curve.shape.quantization}")
     if plan.curve.shape.kv_element_bytes == 1:
         parts.append("--kv-cache-dtype fp8")
     if ranks:

@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from manylora.capacity.planning.kept import kept_of
+from manylora.capacity.planning.parts import BadConfig, parts_of
+
 BYTES = 2  # of an element: bfloat16
+STATE_BYTES = 4
+BLOCK_TOKENS = 16  # of KV
 GIB = 1 << 30
 
 
@@ -17,88 +22,121 @@ class CannotPlan(ValueError):
 
 @dataclass(frozen=True)
 class Shape:
-    """Two that differ by name only are equal: a folder of a known model has another one."""
+    """Two that differ by name only are equal: a folder of a known model has another one.
+
+    weight_bytes: on the device. step_bytes: of them, what each step reads; not `expert_bytes`, of all experts.
+    row_elements: that a row is multiplied with. rank_bytes: of an adapter on all linear layers, experts not among them,
+    for each of its rank. state_bytes: of a sequence, in recurrent layers.
+    """
 
     name: str = dataclasses.field(compare=False)
     layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    is_tied: bool = False
+    weight_bytes: int
+    step_bytes: int
+    row_elements: int
+    kv_token_elements: int
+    rank_bytes: int
+    expert_bytes: int = 0
+    experts: int = 0  # of a layer
+    top_k: int = 0
+    state_bytes: int = 0
     kv_element_bytes: int = BYTES
+    quantization: str = "none"
 
     @property
     def kv_token_bytes(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_element_bytes
+        return self.kv_token_elements * self.kv_element_bytes
 
     @property
-    def _layer_elements(self) -> int:
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return attention + 3 * self.hidden * self.intermediate
+    def state_tokens(self) -> int:
+        """What a sequence's state takes of the KV: whole blocks."""
+        return -(-self.state_bytes // (self.kv_token_bytes * BLOCK_TOKENS)) * BLOCK_TOKENS
 
     @property
-    def step_elements(self) -> int:
-        """That a step multiplies with: all but the table of embeddings."""
-        return self.layers * self._layer_elements + self.hidden * self.vocab
+    def kind(self) -> tuple[bool, bool]:
+        return self.experts > 0, self.state_bytes > 0
 
-    @property
-    def weight_bytes(self) -> int:
-        return (self.step_elements + (0 if self.is_tied else self.hidden * self.vocab)) * BYTES
+    def read_bytes(self, rows: int) -> float:
+        """Of weights and states by a step. Rows go to experts at random."""
+        reached = self.expert_bytes * (1 - self.idle_share(rows))
+        return self.step_bytes + reached + 2 * rows * self.state_bytes
 
-    @property
-    def rank_bytes(self) -> int:
-        """Of an adapter on all projections, for each of its rank."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        sides = 2 * (self.hidden + queries) + 2 * (self.hidden + keys) + 3 * (self.hidden + self.intermediate)
-        return self.layers * sides * BYTES
+    def idle_share(self, rows: float) -> float:
+        return idle_share(self.experts, self.top_k, rows) if self.experts else 0.0
 
 
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("llama-3.1-8b", 32, 4096, 14336, 32, 8, 128, 128256),
-        Shape("qwen3-8b", 36, 4096, 12288, 32, 8, 128, 151936),
-        Shape("llama-70b", 80, 8192, 28672, 64, 8, 128, 128256),
+def idle_share(experts: int, top_k: int, rows: float) -> float:
+    """Of a layer's experts that none of the rows goes to."""
+    return float((1 - top_k / experts) ** rows)
+
+
+def shape_of(config: Mapping[str, Any], name: str, quantization: str = "none") -> Shape:
+    """Of a Hugging Face config.json, as workers with that `--quantization` have it. Raises CannotPlan."""
+    try:
+        parts = parts_of(config)
+        kept = kept_of(config, parts, quantization)
+    except BadConfig as error:
+        raise CannotPlan(f"{name}: {error}") from None
+    sizes = [(each.inputs, each.outputs) for each in parts.products]
+    head = parts.hidden * parts.vocab
+    plain = (parts.others + head) * BYTES
+    tables = parts.tables + (0 if parts.is_tied else head)
+    multiplied = sum(inputs * outputs for inputs, outputs in sizes) + head
+    if parts.num_experts:
+        multiplied += parts.experts * parts.top_k // parts.num_experts
+    return Shape(
+        name,
+        layers=parts.layers,
+        weight_bytes=sum(map(kept.num_bytes, parts.products)) + plain + (tables + parts.experts) * BYTES,
+        step_bytes=sum(map(kept.read_bytes, parts.products)) + plain,
+        row_elements=multiplied,
+        kv_token_elements=parts.token_kv,
+        rank_bytes=sum(inputs + outputs for inputs, outputs in sizes) * BYTES,
+        expert_bytes=parts.experts * BYTES,
+        experts=parts.num_experts,
+        top_k=parts.top_k,
+        state_bytes=parts.state * STATE_BYTES,
+        quantization=quantization,
     )
+
+
+def _dense(layers: int, hidden: int, intermediate: int, heads: int, vocab: int, **more: Any) -> Mapping[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": vocab,
+        **more,
+    }
+
+
+_MIXTURE = {
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
 }
-_NAMES = {
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "intermediate": "intermediate_size",
-    "heads": "num_attention_heads",
-    "vocab": "vocab_size",
+_HYBRID = {
+    "model_type": "qwen3_5_text",
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
 }
-
-
-# fields of a text part whose layers have other weights or another KV than those of a dense model
-_UNPLANNED = {
-    "num_experts": "a mixture of experts",
-    "num_local_experts": "a mixture of experts",
-    "n_routed_experts": "a mixture of experts",
-    "linear_num_value_heads": "gated delta nets",
-    "global_head_dim": "heads that differ from layer to layer",
-    "per_layer_config": "layers that differ",
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "llama-3.1-8b": _dense(32, 4096, 14336, 32, 128256),
+    "qwen3-8b": _dense(36, 4096, 12288, 32, 151936, model_type="qwen3"),
+    "llama-70b": _dense(80, 8192, 28672, 64, 128256),
+    "30b-a3b": _dense(48, 2048, 6144, 32, 151936, **_MIXTURE),
+    "qwen3.5-9b": _dense(32, 4096, 12288, 16, 248320, **_HYBRID),
 }
-
-
-def shape_of(config: Mapping[str, Any], name: str) -> Shape:
-    """Of a Hugging Face config.json. Raises CannotPlan."""
-    text = config.get("text_config") or config
-    reason = next((reason for key, reason in _UNPLANNED.items() if text.get(key)), "")
-    if reason:
-        raise CannotPlan(f"{name}: {text.get('model_type')}: {reason}: not planned for")
-    found: dict[str, int] = {}
-    for field, key in _NAMES.items():
-        value = text.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CannotPlan(f"{name}: {key}: must be a whole number above 0, not {value!r}")
-        found[field] = value
-    kv_heads = text.get("num_key_value_heads") or found["heads"]
-    head_dim = text.get("head_dim") or found["hidden"] // found["heads"]
-    return Shape(name, **found, kv_heads=kv_heads, head_dim=head_dim, is_tied=bool(text.get("tie_word_embeddings")))
+SHAPES = {name: shape_of(config, name) for name, config in CONFIGS.items()}
 
 
 @dataclass(frozen=True)
@@ -111,13 +149,14 @@ class Gpu:
     matrix_tflops: float
     is_measured: bool = False
     has_fp8: bool = True
+    is_hopper: bool = False
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("H100", 79.2, 3.12, 786.0, is_measured=True),
-        Gpu("H200", 139.8, 4.57, 786.0, is_measured=True),
+        Gpu("H100", 79.2, 3.12, 786.0, is_measured=True, is_hopper=True),
+        Gpu("H200", 139.8, 4.57, 786.0, is_measured=True, is_hopper=True),
         Gpu("A100", 79.2, 1.86, 250.0, has_fp8=False),
         Gpu("L40S", 44.5, 0.79, 290.0),
         Gpu("L4", 22.5, 0.27, 97.0),

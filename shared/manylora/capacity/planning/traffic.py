@@ -61,6 +61,9 @@ class Traffic:
     def prompt_tokens_per_s(self) -> float:
         return sum(request.prompt_tokens for request in self.requests) / self.seconds
 
+    def without_prefixes(self) -> Traffic:
+        return replace(self, requests=[replace(request, cached_tokens=0) for request in self.requests])
+
     def faster(self, times: float) -> Traffic:
         requests = [replace(request, at_s=request.at_s / times) for request in self.requests]
         return replace(self, requests=requests, seconds=self.seconds / times)

@@ -114,7 +114,7 @@ class Worker:
 
     def _admit(self, running: Running, now: float) -> bool:
         request = running.request
-        tokens = request.prompt_tokens + request.output_tokens
+        tokens = self._tokens(request)
         if self._held + tokens > self.settings.kv_tokens:
             return False
         running.ready_at = now
@@ -128,6 +128,10 @@ class Worker:
         else:
             self._enqueue(running, self._prompts)
         return True
+
+    def _tokens(self, request: Request) -> int:
+        """Of KV, its state among them."""
+        return request.prompt_tokens + request.output_tokens + self.curve.shape.state_tokens
 
     def _bring(self, running: Running, now: float) -> bool:
         """Its adapter onto the device; `ready_at` is when it is there."""
@@ -229,7 +233,7 @@ class Worker:
             return
         running.ended_at = now
         self.open -= 1
-        self._held -= request.prompt_tokens + request.output_tokens
+        self._held -= self._tokens(request)
         if request.adapter:
             self._pins[request.adapter] -= 1
         ended.append(running)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from manylora.cli.commands.up_command import KvCacheDtype, KvCacheDtypeOption
+from manylora.cli.commands.up_command import KvCacheDtype, KvCacheDtypeOption, Quantization
 from manylora.cli.output import Json, print_json, usage_error, write
 
 _FILE = {"exists": True, "dir_okay": False}
@@ -19,7 +19,9 @@ Ledger = Annotated[
     Path | None,
     typer.Option("--from-ledger", help="The usage ledger's SQLite file, or `manylora usage --format json`.", **_FILE),
 ]
-Model = Annotated[str, typer.Option(metavar="SHAPE", help="llama-3.1-8b, qwen3-8b, llama-70b, or a model's folder.")]
+Model = Annotated[
+    str, typer.Option(metavar="SHAPE", help="A known one, such as llama-3.1-8b or 30b-a3b, or a model's folder.")
+]
 GpuName = Annotated[str, typer.Option("--gpu", help="H100, H200, A100, L40S, L4.")]
 Price = Annotated[float | None, typer.Option("--gpu-hour", min=0, metavar="PRICE", help="Of one GPU for an hour.")]
 Ttft = Annotated[float, typer.Option(min=1, metavar="MS", help="p95 of tenants whose mix gives no slo.ttft_ms.")]
@@ -33,6 +35,7 @@ Seconds = Annotated[float, typer.Option(min=1, help="Of a mix without duration_s
 HostGib = Annotated[float, typer.Option(min=0.1, help="Host memory of a worker for adapters.")]
 Slots = Annotated[int | None, typer.Option(min=1, max=512, help="Given, and not searched for.")]
 Workers = Annotated[int | None, typer.Option(min=1, help="Given: what these would do.")]
+Format = Annotated[Quantization, typer.Option(help="Of the base model's weights, as workers have it.")]
 CurveFile = Annotated[
     Path | None, typer.Option(help="A step curve of one's own, as bench/plan_check.py measures it.", **_FILE)
 ]
@@ -54,6 +57,7 @@ def plan(
     slots: Slots = None,
     workers: Workers = None,
     curve: CurveFile = None,
+    quantization: Format = Quantization.NONE,
     kv_cache_dtype: KvCacheDtypeOption = KvCacheDtype.AUTO,
     as_json: Json = False,
 ) -> None:
@@ -67,7 +71,7 @@ def plan(
     if (not gpu) == (curve is None):
         raise usage_error("give either --gpu NAME or --curve FILE")
     from manylora.capacity import files, view
-    from manylora.capacity.planning.curve import find_curve, with_fp8_kv
+    from manylora.capacity.planning.curve import find_curve, with_fp8_kv, with_quantization
     from manylora.capacity.planning.plan import Wanted, document_of
     from manylora.capacity.planning.plan import plan as planned
     from manylora.capacity.planning.shapes import CannotPlan, gpu_of
@@ -81,10 +85,12 @@ def plan(
         else:
             assert from_ledger is not None
             traffic = traffic_of_ledger(files.read_ledger(from_ledger), window_s=window, rank=rank)
-        shape = files.read_shape(model)
-        steps = find_curve(files.packaged_curves(), gpu_of(gpu), shape) if curve is None else files.read_curve(curve)
+        shape, packaged = files.read_shape(model), files.packaged_curves()
+        steps = find_curve(packaged, gpu_of(gpu), shape) if curve is None else files.read_curve(curve)
         if steps.shape != shape:
             raise CannotPlan(f"{curve}: is of {steps.shape.name}, not of {shape.name}")
+        if quantization is not Quantization.NONE:
+            steps = with_quantization(steps, files.read_shape(model, quantization), packaged)
         if kv_cache_dtype is KvCacheDtype.FP8:
             steps = with_fp8_kv(steps)
         wanted = Wanted(

@@ -1,0 +1,118 @@
+"""What a plan takes of a model against what a worker that loads it has: weights, keys and values, states."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from manylora.capacity.planning.parts import BadConfig, parts_of
+from manylora.capacity.planning.shapes import CannotPlan, Shape, shape_of
+from manylora_worker.models.layers.packed_linear import PackedLinear
+from manylora_worker.models.loader import LoadedModel, load_model
+from manylora_worker.models.quantized.linear import QuantizedLinear
+
+from tests.numerics.families import make_model
+
+DENSE = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "ministral"),
+    *("smollm3", "exaone4", "seed_oss"),
+)
+MIXTURES = ("qwen3_moe", "gpt_oss")
+HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text")
+GEMMA4 = ("gemma4_text", "gemma4_wide")
+WITHOUT_KERNELS = ("olmo2", "olmo3", "ministral3", "glm4_moe", "qwen3_next", "gemma4_moe")
+
+
+def shape(folder: Path, quantization: str = "none") -> Shape:
+    return shape_of(json.loads((folder / "config.json").read_text()), "tiny", quantization)
+
+
+def made(family: str, folder: Path, quantization: str = "none") -> LoadedModel:
+    make_model(family, folder)
+    return load_model(str(folder), dtype=torch.bfloat16, quantization=quantization)  # type: ignore[arg-type]
+
+
+def weight_bytes(loaded: LoadedModel) -> int:
+    """As models/build.py counts them, and the biases that quantized layers have of their own."""
+    kept = [each for each in loaded.model.modules() if isinstance(each, PackedLinear | QuantizedLinear)]
+    biases = sum(0 if each.bias is None else each.bias.nbytes for each in kept)
+    return sum(p.nbytes for p in loaded.model.parameters()) + sum(each.weight_bytes for each in kept) + biases
+
+
+def adapter_bytes(loaded: LoadedModel) -> int:
+    """Of an adapter on all linear layers, experts and routers aside, for each of its rank."""
+    names = ("mlp.gate", "mlp.router")
+    own = [site for site in loaded.sites if not site.experts and not site.slots[0].path.endswith(names)]
+    return 2 * sum(site.in_features + slot.stop - slot.start for site in own for slot in site.slots)
+
+
+@pytest.mark.parametrize("family", [*DENSE, *MIXTURES, *HYBRIDS, *GEMMA4])
+def test_a_plan_has_the_memory_that_a_worker_takes(family: str, tmp_path: Path) -> None:
+    loaded, found = made(family, tmp_path), shape(tmp_path)
+    kv = loaded.spec.kv
+    assert found.weight_bytes == weight_bytes(loaded)
+    assert found.kv_token_bytes == kv.token_bytes(torch.bfloat16)
+    assert found.state_bytes == (0 if kv.state is None else kv.state.size_bytes)
+    assert found.state_tokens == 16 * kv.state_blocks(16, torch.bfloat16)
+    assert found.rank_bytes == adapter_bytes(loaded)
+    experts = loaded.spec.experts.values()
+    assert (found.experts, found.top_k) == next(((e.experts, e.top_k) for e in experts), (0, 0))
+
+
+@pytest.mark.parametrize("family", WITHOUT_KERNELS)
+def test_a_model_that_runs_without_kernels_is_refused_by_name(family: str, tmp_path: Path) -> None:
+    make_model(family, tmp_path)
+    with pytest.raises(CannotPlan, match=r"tiny: \w+: .*: not planned for"):
+        shape(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "seed_oss", "qwen3_5_text", "gemma4_text"])
+def test_weights_in_fp8_take_what_a_worker_keeps(family: str, tmp_path: Path) -> None:
+    loaded = made(family, tmp_path, "fp8")
+    assert shape(tmp_path, "fp8").weight_bytes == weight_bytes(loaded)
+
+
+TIED = {
+    "model_type": "qwen3_5",
+    "text_config": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "vocab_size": 131,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 10,
+    },
+}
+
+
+def test_a_text_part_is_tied_where_the_whole_model_alone_says_so() -> None:
+    """As the worker reads it; the text part's own word is before the whole model's."""
+    untied = shape_of(TIED, "qwen").weight_bytes
+    tied = shape_of(TIED | {"tie_word_embeddings": True}, "qwen").weight_bytes
+    assert untied - tied == 2 * 64 * 131
+    own = TIED["text_config"] | {"tie_word_embeddings": False}  # type: ignore[operator]
+    assert shape_of(TIED | {"tie_word_embeddings": True, "text_config": own}, "qwen").weight_bytes == untied
+
+
+def test_every_fourth_layer_attends_where_layers_are_not_named() -> None:
+    assert parts_of(TIED).token_kv == 2 * 4 * 256
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        ({"layer_types": ["full_attention"]}, "layer_types: must name each of 4 layers"),
+        ({"layer_types": ["mamba"] * 4}, "layer_types: 'mamba' is not planned for"),
+        ({"linear_key_head_dim": None}, "linear_key_head_dim: must be a whole number above 0, not None"),
+        ({"model_type": "mamba2"}, "mamba2: gated delta nets: not planned for"),
+    ],
+)
+def test_what_is_not_known_is_named(told: dict[str, object], says: str) -> None:
+    with pytest.raises(BadConfig, match=says):
+        parts_of({"text_config": TIED["text_config"] | told})  # type: ignore[operator]
