@@ -125,6 +125,52 @@ def shuffled_gptq(weight: Tensor) -> tuple[Parts, Tensor]:
     return gptq(weight, shuffled=True)
 
 
+def packed(weight: Tensor, size: int = 32, *, shuffled: bool = False) -> tuple[Parts, Tensor]:
+    """Without zeros: codes from -8 to 7, stored with 8 added, eight inputs of an output to a word."""
+    outputs, inputs = weight.shape
+    group = torch.arange(inputs) // size
+    if shuffled:
+        group = group[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))]
+    largest = torch.stack([weight[:, group == g].abs().amax(1) for g in range(int(group.max()) + 1)], 1)
+    scales = (largest / 7.5).bfloat16()
+    codes = (weight / scales.float()[:, group]).round().clamp(-8, 7)
+    parts = {
+        "weight_packed": _words((codes + 8).int(), tuple(range(8))),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor([outputs, inputs]),
+    }
+    return parts | ({"weight_g_idx": group.int()} if shuffled else {}), codes * scales.float()[:, group]
+
+
+def packed_with_zeros(weight: Tensor, size: int = 32) -> tuple[Parts, Tensor]:
+    codes, zeros, scales, stood_for = _grouped(weight, torch.arange(weight.shape[1]) // size)
+    plain = tuple(range(8))
+    parts = {
+        "weight_packed": _words(codes.T.contiguous(), plain),
+        "weight_zero_point": _words(zeros, plain).T.contiguous(),
+        "weight_scale": scales.T.contiguous(),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    return parts, stood_for
+
+
+def packed_by_channel(weight: Tensor) -> tuple[Parts, Tensor]:
+    return packed(weight, weight.shape[1])
+
+
+def shuffled_packed(weight: Tensor) -> tuple[Parts, Tensor]:
+    return packed(weight, shuffled=True)
+
+
+def packs(strategy: str, **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False, "strategy": strategy}
+    return {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights | more, "input_activations": None}},
+        "quantization_status": "compressed",
+    }  # fmt: skip
+
+
 def _group(strategy: str) -> dict[str, Any]:
     weights = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": strategy}
     return {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8, "dynamic": True}}
@@ -163,6 +209,10 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Write]] = {
         {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True},
         partial(awq, size=64),
     ),
+    "packed": (packs("group", group_size=32), packed),
+    "packed-zeros": (packs("group", group_size=32, symmetric=False), packed_with_zeros),
+    "packed-channel": (packs("channel", group_size=None), packed_by_channel),
+    "packed-actorder": (packs("group", group_size=32, actorder="group"), shuffled_packed),
     "gptq-desc-act": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}, shuffled_gptq),
 }  # fmt: skip
 

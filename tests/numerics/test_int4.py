@@ -31,7 +31,7 @@ def test_what_codes_stand_for() -> None:
     assert both.dequantized(torch.float32).tolist() == [[-16.0, 0.0, 21.0, 3.0], [-32.0, 0.0, 42.0, 6.0]]
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq", "gptq-sym"])
+@pytest.mark.parametrize("name", ["awq", "gptq", "gptq-sym", "packed", "packed-zeros", "packed-channel"])
 def test_an_engine_equals_the_weights_that_were_shipped(family_of: FamilyOf, tmp_path: Path, name: str) -> None:
     family = family_of("llama")
     stands_for = ship(family.folder, tmp_path / "tiny-llama", name)
@@ -39,7 +39,7 @@ def test_an_engine_equals_the_weights_that_were_shipped(family_of: FamilyOf, tmp
     assert trusted_weights(loaded) is not None
     fused = loaded.model.model.layers[1].self_attn.q_proj.linear.base
     assert isinstance(fused, Int4Linear)
-    assert (fused.weight.shifts is None) == (name == "gptq-sym")
+    assert (fused.weight.shifts is None) == (name in ("gptq-sym", "packed", "packed-channel"))
     q, k, v = (stands_for[f"model.layers.1.self_attn.{each}_proj.weight"] for each in "qkv")
     torch.testing.assert_close(fused.weight.dequantized(torch.float32), torch.cat((q, k, v)))
     torch.testing.assert_close(fused.dequantized(slice(3, 7), torch.float32), q[3:7])
@@ -67,6 +67,7 @@ def test_groups_that_two_ranks_would_tear_are_refused(family_of: FamilyOf, tmp_p
         ("", "this model is not quantized"),
         ("fp8", "start without --quantization int4"),
         ("gptq-desc-act", "groups are not of neighbouring inputs"),
+        ("packed-actorder", "groups are not of neighbouring inputs"),
     ],
 )
 def test_what_is_not_kept_is_refused(family_of: FamilyOf, tmp_path: Path, name: str, told: str) -> None:

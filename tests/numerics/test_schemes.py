@@ -10,7 +10,7 @@ import torch
 from manylora_worker.models.quantized.schemes import Scheme, SchemeRefused, scheme_of
 
 from tests.numerics.conftest import FamilyOf
-from tests.numerics.quantizing import FORMATS, ship
+from tests.numerics.quantizing import FORMATS, packs, ship
 from tests.numerics.test_shipped import edited, refusal
 
 
@@ -49,7 +49,13 @@ def test_a_part_of_another_shape(name: str) -> None:
         ("fp8", {"weight_block_size": [64, 64]}, "do not fit blocks of 64 x 64"),
         ("fp8", {"modules_to_not_convert": ["model.layers.0.mlp"]}, "layers.0.mlp.down_proj: is quantized, though"),
         ("fp8", {"fmt": "e5m2"}, "fmt 'e5m2'"),
-        ("fp8-channel", {"format": "pack-quantized"}, "format 'pack-quantized'"),
+        ("fp8-channel", {"format": "pack-quantized"}, "num_bits 8: only 4 is read"),
+        ("fp8-channel", {"format": "int-quantized"}, "only 'float-quantized' or 'pack-quantized' is read"),
+        ("packed", {"format": "float-quantized"}, "num_bits 4: only 8 is read"),
+        ("packed", packs("tensor"), "strategy 'tensor' of 4 bits: only group and channel are read"),
+        ("packed", packs("group", group_size=32, symmetric=False), "has no weight_zero_point"),
+        ("packed", packs("group", group_size=0), "group_size 0 is no number of inputs"),
+        ("packed", packs("group", group_size=16), "do not fit groups of 16"),
         ("fp8-channel", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         ("awq", {"bits": 3}, "bits 3"),
         ("awq", {"version": "gemv"}, "version 'gemv'"),

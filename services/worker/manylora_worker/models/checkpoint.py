@@ -241,13 +241,14 @@ def _check_quantization(folder: Path, raw: Mapping[str, Any], quantization: Quan
     if options is None:
         if quantization == "int4":
             raise ModelRefused(
-                f"{folder}: --quantization int4 keeps what awq or gptq ship; this model is not quantized"
+                f"{folder}: --quantization int4 keeps what awq, gptq or compressed-tensors ship; this model is not "
+                "quantized"
             )
         return
     problem = f"{folder / 'config.json'}: quantization_config: the weights are quantized already"
     scheme = shipped_scheme(folder)
     if scheme is not None:
-        kept = {"fp8": ("fp8",), "int4": ("awq", "gptq")}
+        kept = {"fp8": ("fp8",), "int4": ("awq", "gptq", "packed")}
         if quantization != "none" and scheme.kind not in kept.get(quantization, ()):
             raise ModelRefused(
                 f"{problem} ({scheme.label}), and not once more: start without --quantization {quantization}"

@@ -194,7 +194,7 @@ def load_model(
         name: to serve it under; default: the last component of `path`.
         dtype: of weights and computation (with nf4: of computation).
         quantization: "nf4" keeps linear weights in 4 bits (double quantization), "fp8" in FP8 with a scale an output,
-            "int4" what AWQ or GPTQ shipped.
+            "int4" what was shipped in 4 bits.
         group: a rank of it loads its share of the model.
         max_model_len: see prepare_model.
 

@@ -1,4 +1,4 @@
-"""A linear layer whose weight stays in the 4 bits that AWQ or GPTQ shipped."""
+"""A linear layer whose weight stays in the 4 bits that were shipped."""
 
 from __future__ import annotations
 

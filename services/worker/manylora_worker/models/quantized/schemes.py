@@ -18,6 +18,9 @@ _PLAIN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the outputs 0 .. 7 stand in a word, from its low bits on
 
 
+_WORDS = frozenset({"qweight", "qzeros", "weight_packed", "weight_zero_point"})
+
+
 class SchemeRefused(ValueError): ...
 
 
@@ -26,16 +29,19 @@ class Scheme:
     """skipped: modules that are as they were."""
 
     label: str
-    kind: Literal["fp8", "awq", "gptq", "mxfp4"]
+    kind: Literal["fp8", "awq", "gptq", "packed", "mxfp4"]
     skipped: tuple[str, ...] = ()
     block: tuple[int, int] | None = None  # of fp8: outputs and inputs that have one scale
     group_size: int = 0  # of 4 bits: inputs that have one scale; 0: all of them
     adds_one: bool = False  # gptq's zeros are stored less one
+    has_zeros: bool = True  # of packed
 
     @property
     def parts(self) -> Sequence[str]:
         if self.kind == "fp8":
             return ("weight", "weight_scale_inv", "weight_scale", "input_scale", "activation_scale")
+        if self.kind == "packed":
+            return ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
         return ("qweight", "qzeros", "scales", "g_idx")
 
     @property
@@ -73,7 +79,7 @@ class Scheme:
 
     def words(self, path: str, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Codes, scales and shifts as Int4Weight has them. Raises SchemeRefused."""
-        codes, zeros, scales, group = self._read_words(path, parts)
+        codes, zeros, scales, group = self._in_groups(path, parts)
         inputs, size = codes.shape[0], codes.shape[0] // scales.shape[0]
         if inputs % scales.shape[0] or not torch.equal(group, torch.arange(inputs) // size):
             raise SchemeRefused(
@@ -83,37 +89,54 @@ class Scheme:
         return packed.T.contiguous(), scales.T.contiguous(), ((8 - zeros).float() * scales).T.contiguous()
 
     def _of_words(self, path: str, parts: Mapping[str, Tensor]) -> Tensor:
-        codes, zeros, scales, group = self._read_words(path, parts)
+        codes, zeros, scales, group = self._in_groups(path, parts)
         return ((codes - zeros[group]).float() * scales[group]).T.contiguous()
 
-    def _read_words(self, path: str, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _in_groups(self, path: str, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Codes [in, out], zeros and scales [groups, out], and each input's group."""
+        codes, zeros, scales = (self._packed if self.kind == "packed" else self._read_words)(path, parts)
+        inputs = codes.shape[0]
+        size = self.group_size or inputs
+        groups = -(-inputs // size)
+        if codes.shape[1] != scales.shape[1] or zeros.shape != scales.shape or scales.shape[0] != groups:
+            told = ", ".join(f"{name} {list(each.shape)}" for name, each in parts.items() if each.dim() == 2)
+            raise SchemeRefused(f"{path}: {told} do not fit groups of {size} inputs")
+        told_group = parts.get("g_idx", parts.get("weight_g_idx"))
+        group = torch.arange(inputs) // size if told_group is None else told_group.long()
+        if group.shape != (inputs,) or int(group.min()) < 0 or int(group.max()) >= groups:
+            raise SchemeRefused(f"{path}: g_idx does not name a group of each of {inputs} inputs")
+        return codes, zeros, scales, group
+
+    def _packed(self, path: str, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        self._need(path, parts, "weight_packed", "weight_scale", "weight_shape")
+        outputs, inputs = (int(n) for n in parts["weight_shape"].tolist())
+        words, scales = parts["weight_packed"], parts["weight_scale"].float()
+        if words.shape != (outputs, -(-inputs // 8)) or scales.dim() != 2:
+            raise SchemeRefused(
+                f"{path}: weight_packed {list(words.shape)} and weight_scale {list(scales.shape)} do not fit a weight "
+                f"of {outputs} x {inputs}"
+            )
+        zeros = torch.full(scales.shape, 8, dtype=torch.int32)  # codes are stored with 8 added
+        if self.has_zeros:
+            self._need(path, parts, "weight_zero_point")
+            zeros = _unpacked(parts["weight_zero_point"], 0, _PLAIN_ORDER)[:outputs]
+        return _unpacked(words, 1, _PLAIN_ORDER)[:, :inputs].T, zeros.T, scales.T
+
+    def _read_words(self, path: str, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         self._need(path, parts, "qweight", "qzeros", "scales")
         words, scales = parts["qweight"], parts["scales"].float()
-        outputs = scales.shape[1]
         order = _AWQ_ORDER if self.kind == "awq" else _PLAIN_ORDER
         codes = _unpacked(words, 1 if self.kind == "awq" else 0, order)
         zeros = _unpacked(parts["qzeros"], 1, order)
         if self.adds_one:
             zeros = (zeros + 1) & 15
-        inputs = codes.shape[0]
-        size = self.group_size or inputs
-        groups = -(-inputs // size)
-        if codes.shape[1] != outputs or zeros.shape != scales.shape or scales.shape[0] != groups:
-            raise SchemeRefused(
-                f"{path}: qweight {list(words.shape)}, qzeros {list(parts['qzeros'].shape)} and scales "
-                f"{list(scales.shape)} do not fit groups of {size} inputs"
-            )
-        group = parts["g_idx"].long() if "g_idx" in parts else torch.arange(inputs) // size
-        if group.shape != (inputs,) or int(group.min()) < 0 or int(group.max()) >= groups:
-            raise SchemeRefused(f"{path}: g_idx does not name a group of each of {inputs} inputs")
-        return codes, zeros, scales, group
+        return codes, zeros, scales
 
     def _need(self, path: str, parts: Mapping[str, Tensor], *names: str) -> None:
         absent = [name for name in names if name not in parts]
         if absent:
             raise SchemeRefused(f"{path}: has no {' and no '.join(absent)}")
-        for name in names[:2]:
+        for name in (each for each in names if each in _WORDS):
             if parts[name].dtype != torch.int32 or parts[name].dim() != 2:
                 raise SchemeRefused(f"{path}.{name}: is not a matrix of 32-bit words")
 
@@ -129,9 +152,7 @@ def scheme_of(stated: Mapping[str, Any]) -> Scheme:
         return _four_bits(method, stated)
     if method == "mxfp4":
         return Scheme("mxfp4 experts", "mxfp4", skipped=_entries(stated, "modules_to_not_convert"))
-    raise SchemeRefused(
-        f"{method or 'an unnamed method'}: only fp8, compressed-tensors' FP8, awq, gptq and mxfp4 are read"
-    )
+    raise SchemeRefused(f"{method or 'an unnamed method'}: only fp8, compressed-tensors, awq, gptq and mxfp4 are read")
 
 
 def _fp8(stated: Mapping[str, Any]) -> Scheme:
@@ -146,7 +167,9 @@ def _fp8(stated: Mapping[str, Any]) -> Scheme:
 
 
 def _compressed_tensors(stated: Mapping[str, Any]) -> Scheme:
-    _expect(stated, "format", "float-quantized")
+    packs = stated.get("format") == "pack-quantized"
+    if not packs:
+        _expect(stated, "format", "float-quantized", more=" or 'pack-quantized'")
     for field in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         if stated.get(field):
             raise SchemeRefused(f"compressed-tensors: {field} is not read")
@@ -157,10 +180,12 @@ def _compressed_tensors(stated: Mapping[str, Any]) -> Scheme:
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict) or group.get("targets") != ["Linear"]:
         raise SchemeRefused("compressed-tensors: its group must tell the weights of the targets ['Linear']")
+    _expect(weights, "dynamic", False, default=False)
+    if packs:
+        return _packed_integers(stated, weights)
     _expect(weights, "num_bits", 8)
     _expect(weights, "type", "float")
     _expect(weights, "symmetric", True, default=True)
-    _expect(weights, "dynamic", False, default=False)
     strategy = weights.get("strategy")
     if strategy not in ("tensor", "channel", "block"):
         raise SchemeRefused(f"compressed-tensors: strategy {strategy!r}: only tensor, channel and block are read")
@@ -169,6 +194,24 @@ def _compressed_tensors(stated: Mapping[str, Any]) -> Scheme:
         "fp8",
         skipped=_entries(stated, "ignore"),
         block=_block(weights.get("block_structure")) if strategy == "block" else None,
+    )
+
+
+def _packed_integers(stated: Mapping[str, Any], weights: Mapping[str, Any]) -> Scheme:
+    _expect(weights, "num_bits", 4)
+    _expect(weights, "type", "int")
+    strategy: Any = weights.get("strategy")
+    size: Any = weights.get("group_size")
+    if strategy not in ("group", "channel"):
+        raise SchemeRefused(f"compressed-tensors: strategy {strategy!r} of 4 bits: only group and channel are read")
+    if strategy == "group" and (type(size) is not int or size < 1):
+        raise SchemeRefused(f"compressed-tensors: group_size {size!r} is no number of inputs")
+    return Scheme(
+        f"compressed-tensors, 4 bits, a scale a {strategy}",
+        "packed",
+        skipped=_entries(stated, "ignore"),
+        group_size=size if strategy == "group" else 0,
+        has_zeros=not weights.get("symmetric", True),
     )
 
 
@@ -188,10 +231,14 @@ def _four_bits(method: Literal["awq", "gptq"], stated: Mapping[str, Any]) -> Sch
     return Scheme("gptq, 4 bits", "gptq", group_size=max(0, size), adds_one=version == "gptq")
 
 
-def _expect(stated: Mapping[str, Any], field: str, wanted: Any, *, default: Any = None, other: str = "") -> None:
+def _expect(
+    stated: Mapping[str, Any], field: str, wanted: Any, *, default: Any = None, other: str = "", more: str = ""
+) -> None:
     value = stated.get(field, stated.get(other, default))
     if type(value) is not type(wanted) or (value.lower() if isinstance(value, str) else value) != wanted:
-        raise SchemeRefused(f"{stated.get('quant_method', 'weights')}: {field} {value!r}: only {wanted!r} is read")
+        raise SchemeRefused(
+            f"{stated.get('quant_method', 'weights')}: {field} {value!r}: only {wanted!r}{more} is read"
+        )
 
 
 def _block(value: Any) -> tuple[int, int] | None:
