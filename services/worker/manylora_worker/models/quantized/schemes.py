@@ -16,8 +16,6 @@ from torch import Tensor
 FP8 = torch.float8_e4m3fn
 _PLAIN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the outputs 0 .. 7 stand in a word, from its low bits on
-
-
 _WORDS = frozenset({"qweight", "qzeros", "weight_packed", "weight_zero_point"})
 
 
