@@ -41,6 +41,7 @@ from manylora_worker.models.layers.packed_linear import PackedLinear
 from manylora_worker.models.loader import LoadedModel, ModelSpec, load_model, model_config
 from manylora_worker.models.parts import EngineParts, ModelInfo
 from manylora_worker.models.quantized.linear import QuantizedLinear
+from manylora_worker.models.quantized.stacks import QuantizedStack
 from manylora_worker.models.ranks.cuts import SHARED_FAMILIES, check_cuts
 from manylora_worker.models.ranks.followers import Followers, Order
 from manylora_worker.models.ranks.group import RankGroup
@@ -72,6 +73,7 @@ GIB = 1 << 30
 _MARGIN_DIVISOR = 50  # of the device's memory: nobody plans with it
 _MAX_READERS = 8
 _OTHER_CORES = 2  # for the engine's thread and the event loop
+_OF_CODES = (PackedLinear, QuantizedLinear, QuantizedStack)  # whose weights are no parameters
 _STACKED_ADAPTER_BYTES = 256 * MIB  # see LoraPlanner
 
 
@@ -422,7 +424,7 @@ def _build_cache(loaded: LoadedModel, config: WorkerConfig, *, more_blocks: int 
             f"{cache.state_blocks} beside those of its tokens"
         )
     weight_bytes = sum(p.nbytes for p in loaded.model.parameters())
-    weight_bytes += sum(m.weight_bytes for m in loaded.model.modules() if isinstance(m, PackedLinear | QuantizedLinear))
+    weight_bytes += sum(m.weight_bytes for m in loaded.model.modules() if isinstance(m, _OF_CODES))
     _LOG.info(
         "model %s (%s, %s, %s): %.1f MiB of weights, %d linear layers in %d products; "
         "KV cache and adapters %.1f MiB: %d + %d blocks of %d tokens, %d bytes a token",
