@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -148,3 +152,15 @@ def test_every_code_of_fp8_is_what_it_stands_for(device: str) -> None:
         groups = Groups(order, tiles, torch.ones(1, dtype=torch.int32, device=device), pairs)
         grouped_product(x, stack, out, groups, pairs_a_row=1, pdl=False)
         assert torch.equal(out.float(), codes[0, :, 0].float().to(device).expand(pairs, rows))
+
+
+def test_wgmma_reads_no_codes_out_of_registers() -> None:
+    """Compiled for an H100, as the kernel says why, with or without one."""
+    program = [sys.executable, "-m", "tests.numerics.compiled"]
+    told = subprocess.run(program, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr[-2000:]
+    lines = [line.split(" ", 3) for line in told.stdout.splitlines()]
+    assert len(lines) == 12
+    assert {(block_m == "64", kind) for _, _, block_m, kind in lines} == {
+        (False, "mma.sync"), (True, "wgmma shared memory")
+    }  # fmt: skip

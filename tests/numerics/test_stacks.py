@@ -7,17 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 from manylora_worker.models import experts as experts_module
-from manylora_worker.models.build import _planner
+from manylora_worker.models.build import _planner, weight_bytes
 from manylora_worker.models.checkpoint import ModelRefused, Quantization
 from manylora_worker.models.layers.mixture import LoraExperts
 from manylora_worker.models.loader import load_model
 from manylora_worker.models.quantized.stacks import QuantizedStack, quantized_stack, rebuilt
 from manylora_worker.models.torch.decoder import trusted_weights
 from manylora_worker.models.torch.eager_check import check_against_eager
+from transformers import AutoModelForCausalLM
 
 from tests.numerics.adapters import ATTENTION, MLP
+from tests.numerics.driver import Driver, Stream, make_runner
+from tests.numerics.families import make_model
 from tests.numerics.mixtures import OWN_PATTERNS, RECIPES, check_mixed_batch, make_mixture
-from tests.numerics.quantizing import fp8
+from tests.numerics.quantizing import PROMPT, fp8, ship, to_fp8_by_output
+from tests.numerics.test_checkpoint import logits_of
 from tests.numerics.two_ranks import check_logprobs, mixture_family, shared_by_two
 
 pytestmark = OWN_PATTERNS
@@ -62,6 +66,36 @@ def test_an_engine_in_fp8_equals_the_weights_it_stands_for(family: str, tmp_path
     check_against_eager(mixture.loaded, _planner(mixture.loaded))
     assert (trusted_weights(mixture.loaded) is None) == (family == "glm4_moe")
     check_mixed_batch(mixture, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "shipped", "quantization"),
+    [
+        ("gemma4_moe", "", "fp8"), ("qwen3_next", "", "fp8"), ("qwen3_next", "gptq", "none"),
+        ("qwen3_next", "gptq-sym", "int4"),
+    ],
+)  # fmt: skip
+def test_other_mixtures(family: str, shipped: str, quantization: Quantization, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    make_model(family, plain)
+    reference = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager").eval()
+    if shipped:
+        stands_for = ship(plain, tmp_path / "shipped", shipped)
+        assert reference.load_state_dict(stands_for, strict=False).unexpected_keys == []
+    else:
+        to_fp8_by_output(reference)
+    folder = tmp_path / "shipped" if shipped else plain
+    loaded = load_model(str(folder), quantization=quantization)
+    (logits,) = Driver(make_runner(loaded)).logits([Stream(PROMPT)])
+    torch.testing.assert_close(logits, logits_of(reference, PROMPT), atol=1e-3, rtol=0)
+
+
+def test_codes_are_counted_among_the_weights(tmp_path: Path) -> None:
+    loaded = make_mixture(tmp_path, recipes={}, quantization="fp8").loaded
+    stacks = 2 * 8 * (3 * 48 * 64 + 4 * (2 * 48 + 64))
+    dense = 3 * (64 * 128 + 64 * 64 + 4 * (128 + 64)) + 3 * 64 * 96 + 4 * (2 * 96 + 64)
+    plain = 4 * (2 * 131 * 64 + 64 * (2 * 3 + 1) + 3 * 2 * 16 + 2 * 8 * 64)
+    assert weight_bytes(loaded.model) == stacks + dense + plain
 
 
 def test_experts_that_are_none_of_ours_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from manylora_shared.stores.access import access_of
 from manylora_shared.stores.bucket import Bucket, is_bucket
 from manylora_shared.stores.disk_cache import DiskCache
 from manylora_shared.stores.model_files import model_folder
+from torch import nn
 
 from manylora_worker.config import AUTO_DEVICE, WorkerConfig
 from manylora_worker.constraints.compiler import ConstraintCompiler
@@ -403,6 +404,11 @@ def _largest_update(reader: AdapterReader, base: AdapterBase, folder: Path, uid:
     return f"that of {path}, of norm {norms[path]:.2g} at most"
 
 
+def weight_bytes(model: nn.Module) -> int:
+    own = (each.weight_bytes for each in model.modules() if isinstance(each, _OF_CODES))
+    return sum(each.nbytes for each in model.parameters()) + sum(own)
+
+
 def _build_cache(loaded: LoadedModel, config: WorkerConfig, *, more_blocks: int = 0) -> KvCache:
     """more_blocks: beside those for KV, for adapters."""
     kv = loaded.spec.kv
@@ -423,8 +429,6 @@ def _build_cache(loaded: LoadedModel, config: WorkerConfig, *, more_blocks: int 
             f"kv_cache_mb: {num_blocks} blocks hold no sequence: its state in recurrent layers takes "
             f"{cache.state_blocks} beside those of its tokens"
         )
-    weight_bytes = sum(p.nbytes for p in loaded.model.parameters())
-    weight_bytes += sum(m.weight_bytes for m in loaded.model.modules() if isinstance(m, _OF_CODES))
     _LOG.info(
         "model %s (%s, %s, %s): %.1f MiB of weights, %d linear layers in %d products; "
         "KV cache and adapters %.1f MiB: %d + %d blocks of %d tokens, %d bytes a token",
@@ -432,7 +436,7 @@ def _build_cache(loaded: LoadedModel, config: WorkerConfig, *, more_blocks: int 
         loaded.spec.model_type,
         config.compute_dtype,
         config.quantization,
-        weight_bytes / MIB,
+        weight_bytes(loaded.model) / MIB,
         len(loaded.spec.modules),
         len(loaded.sites),
         cache.size_bytes / MIB,
