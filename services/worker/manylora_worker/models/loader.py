@@ -278,9 +278,7 @@ def prepare_model(
     sites = install_linears(model, modules, switch, fused=fused, group=group)
     if group is not None:
         cut_head(model, group)
-    quantize(model, quantization, codes, group)
-    if quantization == "none" and can_pack(dtype, device):
-        pack_linears(model)
+    _quantize_or_pack(model, quantization, codes, group)
     sites += install_mixtures(model, experts, len(sites), switch, group)
     if quantization == "fp8" and codes is None:
         quantize_experts(model, group)
@@ -319,6 +317,14 @@ def prepare_model(
         attention_traits=probed.attention_traits,
         group=group,
     )
+
+
+def _quantize_or_pack(
+    model: PreTrainedModel, quantization: Quantization, codes: ShippedCodes | None, group: RankGroup | None
+) -> None:
+    quantize(model, quantization, codes, group)
+    if quantization == "none" and can_pack(model.dtype, model.device):
+        pack_linears(model)
 
 
 def _experts(model: PreTrainedModel, quantization: Quantization, group: RankGroup | None) -> list[FoundExperts]:

@@ -30,11 +30,9 @@ def stack_experts(
     *,
     keeps_codes: bool,
 ) -> dict[str, tuple[Tensor, ...]]:
-    """layer: path of the experts. found: by path, of those that are quantized. tensors: the others are taken out of it,
-    stacks put in. Returns the codes by a stack's name, where kept; what is in `tensors` then has its shape alone.
-
-    Raises SchemeRefused.
-    """
+    """Raises SchemeRefused."""
+    # `found` are those that are quantized, by path. The others are taken out of `tensors`, stacks put in.
+    # Codes that are kept are returned, by a stack's name; what is in `tensors` then has the stack's shape alone.
     kept: dict[str, tuple[Tensor, ...]] = {}
     for name, members in _MEMBERS.items():
         paths = [f"{layer}.{expert}.{member}" for expert in range(shape.experts) for member in members]

@@ -58,7 +58,7 @@ def quantize_to_fp8(model: PreTrainedModel, shipped: ShippedCodes | None, group:
 
 
 def quantize_experts(model: PreTrainedModel, group: RankGroup | None) -> None:
-    """Of an unquantized checkpoint, whose mixtures are ours already. A rank's share has the scales of the whole."""
+    # of an unquantized checkpoint, whose mixtures are ours already; a rank's share has the scales of the whole
     for module in model.modules():
         if isinstance(module, LoraExperts) and isinstance(module.gate_up, nn.Parameter):
             put_stack(module, "gate_up", quantized_stack(module.gate_up.data))

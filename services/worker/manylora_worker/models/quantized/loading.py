@@ -28,9 +28,8 @@ def from_shipped(
     *,
     keeps_codes: bool,
 ) -> tuple[PreTrainedModel, dict[str, Any], ShippedCodes | None]:
-    """The model of weights that are rebuilt, what transformers says of the loading, codes. Experts that are kept in
-    codes are in it already. loading: options of from_pretrained. Raises SchemeRefused.
-    """
+    """The model, what transformers says of the loading, and codes. Raises SchemeRefused."""
+    # `loading` are options of from_pretrained. Experts that are kept in codes are in the model already.
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)  # AutoModel reads folders alone
     kind, own_config = type(empty), empty.config
@@ -72,7 +71,7 @@ def bitsandbytes_options(config: PretrainedConfig, dtype: torch.dtype, device: s
 
 
 def keep_as_made(model: PreTrainedModel) -> None:
-    """On some CPUs bitsandbytes repacks weights at their first use, with rounded scales and not for every shape."""
+    # On some CPUs bitsandbytes repacks weights at their first use, with rounded scales and not for every shape.
     from bitsandbytes.nn import Linear4bit
 
     for module in model.modules():
@@ -83,7 +82,6 @@ def keep_as_made(model: PreTrainedModel) -> None:
 def quantize(
     model: PreTrainedModel, quantization: Quantization, codes: ShippedCodes | None, group: RankGroup | None
 ) -> None:
-    """Of a model whose linear layers are LoRA linears already."""
     if quantization == "nf4" and model.device.type == "cuda":
         quantize_to_nf4(model)
     if quantization == "fp8":
@@ -94,7 +92,7 @@ def quantize(
 
 
 def check_experts(model: PreTrainedModel, quantization: Quantization, known: bool, strange: Sequence[str]) -> None:
-    """known: whether it has experts that are ours. strange: paths of those that are not. Raises ModelRefused."""
+    """strange: paths of experts that are not ours. Raises ModelRefused."""
     model_type = model.config.model_type
     if known and quantization == "nf4":
         raise ModelRefused(f"{model_type}: a mixture of experts is not served with --quantization {quantization}")

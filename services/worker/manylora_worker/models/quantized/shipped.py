@@ -31,14 +31,13 @@ class Shipped:
     quantized: paths of the layers that were.
     zero_biases: names of theirs that add nothing: AutoGPTQ gives every layer one.
     codes: what layers' weights are made of (Scheme.codes, Scheme.words), where kept.
-    stacks: the same of experts, which are not rebuilt then, by name: of all of a layer's, one behind the other.
     """
 
     tensors: dict[str, Tensor] = field(repr=False)
     quantized: frozenset[str] = field(repr=False)
     zero_biases: frozenset[str] = field(repr=False)
     codes: Mapping[str, tuple[Tensor, ...]] = field(repr=False)
-    stacks: Mapping[str, tuple[Tensor, ...]] = field(repr=False)
+    stacks: Mapping[str, tuple[Tensor, ...]] = field(repr=False)  # as `codes`, of experts, which are not rebuilt then
 
 
 @dataclass(frozen=True)
@@ -70,10 +69,8 @@ def read_shipped(
     paths: Paths | None = None,
     experts: Mapping[str, ExpertShape] | None = None,
 ) -> Shipped:
-    """keeps_codes: beside the weights that they stand for. experts: by path, those that the model has in stacks.
-
-    Raises SchemeRefused, OSError.
-    """
+    """keeps_codes: beside the weights that they stand for. Raises SchemeRefused, OSError."""
+    # `experts` are those that the model has in stacks, by path
     paths, experts = paths or Paths(), experts or {}
     modules: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for file in files:
@@ -137,8 +134,9 @@ def check_modules(
     scheme: Scheme, quantized: frozenset[str], linears: frozenset[str], routers: frozenset[str], paths: Paths
 ) -> None:
     """Raises SchemeRefused where they do not fit. linears: paths of all linear layers but the head, or with mxfp4 of
-    the layers' experts. routers: which may be quantized, and need not be.
+    the layers' experts.
     """
+    # routers may be quantized, and need not be
     if not quantized:
         raise SchemeRefused(f"quantization_config tells {scheme.label}, and no layer is quantized")
     strange = sorted(quantized - linears - routers)

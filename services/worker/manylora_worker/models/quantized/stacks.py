@@ -17,12 +17,10 @@ KERNELS_INPUTS = 32
 
 
 class QuantizedStack(nn.Module):
-    """[experts, out, in]. Immutable, as a QuantizedLinear.
+    """[experts, out, in]. Immutable."""
 
-    parts: codes, scales, and shifts of 4 bits, each of Fp8Weight or Int4Weight with the experts ahead.
-    inputs_of_scale: 0: all. dtype: what is rebuilt is of it.
-    """
-
+    # Its parts are codes, scales and, of 4 bits, shifts, as Fp8Weight and Int4Weight have them, with the experts ahead.
+    # Of FP8 `inputs_of_scale` have one scale (0: all); what is rebuilt is of `dtype`.
     codes: Tensor
     scales: Tensor
     shifts: Tensor | None
@@ -44,7 +42,7 @@ class QuantizedStack(nn.Module):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether cuda/kernels/experts_product.py takes its groups: a step's inputs are of one."""
+        # cuda/kernels/experts_product.py takes inputs of one group at once
         return self.group_size >= self.shape[2] or self.group_size % KERNELS_INPUTS == 0
 
     @property
@@ -85,20 +83,18 @@ def quantized_stack(weight: Tensor, group: RankGroup | None = None) -> Quantized
 
 
 def stacks_in(experts: nn.Module) -> dict[str, Tensor | QuantizedStack]:
-    """All weights of a layer's experts, by name."""
     quantized = {name: each for name, each in experts.named_children() if isinstance(each, QuantizedStack)}
     return {**dict(experts.named_parameters()), **quantized}
 
 
 def put_stack(experts: nn.Module, name: str, stack: QuantizedStack) -> None:
-    """In the place of a parameter."""
-    delattr(experts, name)  # torch lets no module take it
+    delattr(experts, name)  # a parameter: torch lets no module take its place
     setattr(experts, name, stack)
 
 
 @contextmanager
 def rebuilt(experts: nn.Module) -> Iterator[None]:
-    """With parameters in the place of quantized stacks, as transformers' own forward takes them."""
+    # parameters in the place of quantized stacks, as transformers' own forward takes them
     stacks = {name: each for name, each in stacks_in(experts).items() if isinstance(each, QuantizedStack)}
     for name, stack in stacks.items():
         weight = torch.stack([stack[expert] for expert in range(len(stack))])

@@ -144,7 +144,7 @@ def cut_codes(shipped: ShippedCodes, config: PretrainedConfig, group: RankGroup)
 
 
 def _codes_share(path: str, parts: Sequence[Tensor], size: int, group: RankGroup) -> tuple[Tensor, ...]:
-    """size: inputs that have one scale, where not all have."""
+    # `size` inputs have one scale, where not all have
     codes, *scales = parts
     in_column = 2 if codes.dtype is torch.uint8 else 1  # of 4 bits
     inputs = codes.shape[1] * in_column
