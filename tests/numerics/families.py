@@ -135,6 +135,11 @@ MIXTURES: dict[str, Callable[[], PretrainedConfig]] = {
         **(_SHAPE | {"intermediate_size": 40}), head_dim=16, num_local_experts=8, num_experts_per_tok=3,
         sliding_window=WINDOW, rope_parameters=_GPT_OSS_ROPE,
     ),
+    # of whose codes the kernels take groups
+    "qwen3_moe_wide": lambda: Qwen3MoeConfig(
+        **(_SHAPE | {"intermediate_size": 128, "num_hidden_layers": 2}), head_dim=16, num_experts=8,
+        num_experts_per_tok=3, moe_intermediate_size=64, norm_topk_prob=True,
+    ),
     # a router of sigmoids, which is not ours, and a shared expert
     "glm4_moe": lambda: Glm4MoeConfig(
         **_SHAPE, head_dim=16, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, n_shared_experts=1,

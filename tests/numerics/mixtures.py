@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from manylora_worker.models.checkpoint import Quantization
 from manylora_worker.models.loader import LoadedModel, load_model
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +17,7 @@ from tests.numerics import driver as driving
 from tests.numerics.adapters import ATTENTION, Reference, save_adapter
 from tests.numerics.driver import Driver, Stream, make_runner, prompts
 from tests.numerics.families import make_model
+from tests.numerics.quantizing import ship, to_fp8_by_output
 
 # of peft, for a pattern that it has made itself
 OWN_PATTERNS = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
@@ -38,10 +40,18 @@ class Mixture:
 
 
 def make_mixture(
-    parent: Path, family: str = "qwen3_moe", recipes: Mapping[str, Mapping[str, Any]] = RECIPES
+    parent: Path,
+    family: str = "qwen3_moe",
+    recipes: Mapping[str, Mapping[str, Any]] = RECIPES,
+    *,
+    shipped: str = "",
+    quantization: Quantization = "none",
 ) -> Mixture:
+    """shipped: in which of quantizing.FORMATS. The references have the weights that codes stand for."""
     folder = parent / f"tiny-{family}"
-    model = make_model(family, folder)
+    plain = parent / "plain" if shipped else folder
+    model = make_model(family, plain)
+    stands_for = ship(plain, folder, shipped) if shipped else {}
     model.name_or_path = f"someone/tiny-{family}"
     adapters = {
         name: save_adapter(model, folder.parent / name, seed, **recipe)
@@ -49,11 +59,15 @@ def make_mixture(
     }
 
     def reference(adapters: Mapping[str, Path]) -> Reference:
-        fresh = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        fresh = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager")
+        assert fresh.load_state_dict(stands_for, strict=False).unexpected_keys == []
+        if quantization == "fp8" and not shipped:
+            to_fp8_by_output(fresh)
         return Reference(fresh.eval(), adapters)
 
     references: dict[str | None, Reference] = {name: reference({name: path}) for name, path in adapters.items()}
-    return Mixture(folder, load_model(str(folder)), adapters, {**references, None: reference({})})
+    loaded = load_model(str(folder), quantization=quantization)
+    return Mixture(folder, loaded, adapters, {**references, None: reference({})})
 
 
 def streams_of(

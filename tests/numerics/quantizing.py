@@ -201,6 +201,14 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Write]] = {
         {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True},
         partial(awq, size=16),
     ),
+    "fp8-8": (
+        {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [8, 8]},
+        partial(in_blocks, rows=8, columns=8),
+    ),
+    "awq-8": (
+        {"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm", "zero_point": True},
+        partial(awq, size=8),
+    ),
     "fp8-128": (
         {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
         partial(in_blocks, rows=128, columns=128),
@@ -224,7 +232,7 @@ def ship(source: Path, folder: Path, name: str) -> dict[str, Tensor]:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
     tensors, stands_for = {}, {}
-    for key, tensor in load_file(source / "model.safetensors").items():
+    for key, tensor in _experts_apart(load_file(source / "model.safetensors")).items():
         path, _, leaf = key.rpartition(".")
         if not path.endswith("_proj") or leaf != "weight":
             tensors[key] = stands_for[key] = tensor
@@ -232,7 +240,47 @@ def ship(source: Path, folder: Path, name: str) -> dict[str, Tensor]:
         parts, stands_for[key] = write(tensor.float())
         tensors |= {f"{path}.{part}": value for part, value in parts.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return stands_for
+    return experts_stacked(stands_for)
+
+
+def _experts_apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One by one, as quantized checkpoints have them."""
+    apart = {}
+    for name, tensor in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        if not path.endswith(".experts"):
+            apart[name] = tensor
+            continue
+        for expert, own in enumerate(tensor):
+            members = (
+                {"down_proj": own}
+                if leaf == "down_proj"
+                else dict(zip(("gate_proj", "up_proj"), own.chunk(2), strict=True))
+            )
+            apart |= {f"{path}.{expert}.{member}.weight": each.contiguous() for member, each in members.items()}
+    return apart
+
+
+def experts_stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As transformers' modules have them."""
+    stacked = {name: each for name, each in tensors.items() if ".experts." not in name}
+    for path in {name.partition(".experts.")[0] + ".experts" for name in tensors if ".experts." in name}:
+        count = sum(name.startswith(f"{path}.") and name.endswith(".down_proj.weight") for name in tensors)
+        own = [[tensors[f"{path}.{i}.{each}_proj.weight"] for each in ("gate", "up", "down")] for i in range(count)]
+        stacked[f"{path}.gate_up_proj"] = torch.stack([torch.cat((gate, up)) for gate, up, _ in own])
+        stacked[f"{path}.down_proj"] = torch.stack([down for *_, down in own])
+    return stacked
+
+
+def to_fp8_by_output(model: PreTrainedModel) -> None:
+    """In place: all linear layers but the head, and experts' stacks."""
+    layers = [each.weight for each in model.modules() if isinstance(each, torch.nn.Linear)]
+    stacks = [each for name, each in model.named_parameters() if ".experts." in name and each.dim() == 3]
+    for weight in [*layers, *stacks]:
+        if weight is not model.get_output_embeddings().weight:
+            is_turned = weight.dim() == 3 and model.config.model_type == "gpt_oss"  # [experts, in, out]
+            scales = weight.data.abs().amax(1 if is_turned else -1, keepdim=True) / _LARGEST
+            weight.data = fp8(weight.data, scales)[1]
 
 
 def shipped_family(family: Family, folder: Path, name: str) -> Family:

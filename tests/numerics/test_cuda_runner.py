@@ -44,6 +44,7 @@ from tests.properties.odd import Odd, allows
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
+from manylora_worker.models.checkpoint import Quantization
 from manylora_worker.models.cuda import decoder
 from manylora_worker.models.cuda.pass_sizes import buffer_bytes
 from manylora_worker.models.cuda.runner import DeviceLimits, DeviceModelRunner
@@ -71,9 +72,9 @@ ROPE = {
 
 
 def make_device_runner(
-    family: Family, folder: Path, device: str, *, marks_free: bool = False
+    family: Family, folder: Path, device: str, *, marks_free: bool = False, quantization: Quantization = "none"
 ) -> tuple[loader.LoadedModel, DeviceModelRunner]:
-    loaded = loader.load_model(str(folder), device=device)
+    loaded = loader.load_model(str(folder), device=device, quantization=quantization)
     weights = read_decoder(loaded)
     assert weights is not None
     # the scales of the oracle's cache, which another device's sums may be a power of two beside

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from manylora_worker.models import loader
+from manylora_worker.models.checkpoint import Quantization
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
@@ -15,7 +16,7 @@ from manylora_worker.models.decoder_weights import read_decoder
 
 from tests.numerics.driver import Driver
 from tests.numerics.interpreter import DEVICES
-from tests.numerics.mixtures import OWN_PATTERNS, make_mixture, streams_of
+from tests.numerics.mixtures import OWN_PATTERNS, Mixture, make_mixture, streams_of
 from tests.numerics.test_cuda_runner import make_device_runner, put_device_adapter
 
 pytestmark = [pytest.mark.kernels, OWN_PATTERNS]
@@ -25,11 +26,37 @@ TOLERANCE = 1e-3
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen3_5_moe_text"])
 def test_a_mixed_batch_on_the_device(family: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_device(make_mixture(tmp_path, family), device, "none", monkeypatch)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("family", "shipped", "quantization"),
+    [
+        ("qwen3_moe", "", "fp8"), ("gpt_oss", "", "fp8"), ("qwen3_5_moe_text", "", "fp8"),
+        ("qwen3_moe_wide", "fp8", "fp8"), ("qwen3_moe_wide", "awq-64", "int4"), ("qwen3_moe_wide", "gptq-sym", "int4"),
+    ],
+)  # fmt: skip
+def test_experts_in_codes_on_the_device(
+    family: str, shipped: str, quantization: Quantization, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs Hopper")
+    mixture = make_mixture(tmp_path, family, shipped=shipped, quantization=quantization)
+    check_device(mixture, device, quantization, monkeypatch)
+
+
+def check_device(mixture: Mixture, device: str, quantization: Quantization, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts, then decoding rows, of all adapters; on a GPU in graphs, and prompts in chunks."""
     monkeypatch.setattr(loader, "can_pack", lambda *_: False)
     monkeypatch.setattr("tests.numerics.driver.put_adapter", put_device_adapter)
-    mixture = make_mixture(tmp_path, family)
-    loaded, runner = make_device_runner(mixture, mixture.folder, device, marks_free=True)  # type: ignore[arg-type]
+    loaded, runner = make_device_runner(
+        mixture,
+        mixture.folder,
+        device,
+        marks_free=True,
+        quantization=quantization,  # type: ignore[arg-type]
+    )
     driver = Driver(runner)  # type: ignore[arg-type]
     mixed = streams_of(mixture, driver, 1, loaded, longest=40 if device == "cuda" else 4)
     streams = [stream for stream, _ in mixed]

@@ -85,10 +85,9 @@ def test_blocks_that_compute_otherwise_stay_as_they_are(
     check_against_eager(loaded, _planner(loaded))
 
 
-@pytest.mark.parametrize("quantization", ["nf4", "fp8"])
-def test_quantized_it_is_refused(mixture: Mixture, quantization: Any) -> None:
-    with pytest.raises(ModelRefused, match=f"qwen3_moe: a mixture of experts .* --quantization {quantization}"):
-        load_model(str(mixture.folder), quantization=quantization)
+def test_in_nf4_it_is_refused(mixture: Mixture) -> None:
+    with pytest.raises(ModelRefused, match=r"qwen3_moe: a mixture of experts .* --quantization nf4"):
+        load_model(str(mixture.folder), quantization="nf4")
 
 
 def test_mlp_names_are_those_of_experts(mixture: Mixture, tmp_path: Path) -> None:

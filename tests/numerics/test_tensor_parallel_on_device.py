@@ -43,6 +43,12 @@ def test_logprobs_of_a_mixture_are_the_references(tmp_path: Path) -> None:
     check_logprobs(mixture_family(tmp_path / "made"), tmp_path, "cuda", 1e-3)
 
 
+@OWN_PATTERNS
+def test_logprobs_of_a_mixture_in_fp8_are_the_references(tmp_path: Path) -> None:
+    family = mixture_family(tmp_path / "made", quantization="fp8")
+    check_logprobs(family, tmp_path, "cuda", 1e-3, quantization="fp8")
+
+
 def test_logprobs_of_kv_in_fp8(family_of: FamilyOf, tmp_path: Path) -> None:
     check_logprobs(family_of("llama" + KV_IN_FP8), tmp_path, "cuda", FP8_SLACK, block_size=64)
 

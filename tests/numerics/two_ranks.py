@@ -18,6 +18,7 @@ from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.kinds.api import EngineRequest, FinishReason, Sampling
 from manylora_worker.memory.prefix_cache import PrefixKeys, PrefixOptions
 from manylora_worker.models.build import build_engine
+from manylora_worker.models.checkpoint import Quantization
 from manylora_worker.models.layers.kv_cache import MIB
 from manylora_worker.models.parts import EngineParts
 from manylora_worker.models.ranks import cuts
@@ -48,8 +49,8 @@ class _Apart(Reference):
         return self._references[adapter].allows(token_ids, adapter, answer)
 
 
-def mixture_family(parent: Path) -> Family:
-    made = make_mixture(parent)
+def mixture_family(parent: Path, *, shipped: str = "", quantization: Quantization = "none") -> Family:
+    made = make_mixture(parent, shipped=shipped, quantization=quantization)
     return Family("qwen3_moe", made.folder, dict(made.adapters), made.loaded, _Apart(made.references))
 
 

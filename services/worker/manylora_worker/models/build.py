@@ -26,6 +26,7 @@ from manylora_shared.stores.access import access_of
 from manylora_shared.stores.bucket import Bucket, is_bucket
 from manylora_shared.stores.disk_cache import DiskCache
 from manylora_shared.stores.model_files import model_folder
+from torch import nn
 
 from manylora_worker.config import AUTO_DEVICE, WorkerConfig
 from manylora_worker.constraints.compiler import ConstraintCompiler
@@ -41,6 +42,7 @@ from manylora_worker.models.layers.packed_linear import PackedLinear
 from manylora_worker.models.loader import LoadedModel, ModelSpec, load_model, model_config
 from manylora_worker.models.parts import EngineParts, ModelInfo
 from manylora_worker.models.quantized.linear import QuantizedLinear
+from manylora_worker.models.quantized.stacks import QuantizedStack
 from manylora_worker.models.ranks.cuts import SHARED_FAMILIES, check_cuts
 from manylora_worker.models.ranks.followers import Followers, Order
 from manylora_worker.models.ranks.group import RankGroup
@@ -72,6 +74,7 @@ GIB = 1 << 30
 _MARGIN_DIVISOR = 50  # of the device's memory: nobody plans with it
 _MAX_READERS = 8
 _OTHER_CORES = 2  # for the engine's thread and the event loop
+_OF_CODES = (PackedLinear, QuantizedLinear, QuantizedStack)  # whose weights are no parameters
 _STACKED_ADAPTER_BYTES = 256 * MIB  # see LoraPlanner
 
 
@@ -401,6 +404,11 @@ def _largest_update(reader: AdapterReader, base: AdapterBase, folder: Path, uid:
     return f"that of {path}, of norm {norms[path]:.2g} at most"
 
 
+def weight_bytes(model: nn.Module) -> int:
+    own = (each.weight_bytes for each in model.modules() if isinstance(each, _OF_CODES))
+    return sum(each.nbytes for each in model.parameters()) + sum(own)
+
+
 def _build_cache(loaded: LoadedModel, config: WorkerConfig, *, more_blocks: int = 0) -> KvCache:
     """more_blocks: beside those for KV, for adapters."""
     kv = loaded.spec.kv
@@ -421,8 +429,6 @@ def _build_cache(loaded: LoadedModel, config: WorkerConfig, *, more_blocks: int 
             f"kv_cache_mb: {num_blocks} blocks hold no sequence: its state in recurrent layers takes "
             f"{cache.state_blocks} beside those of its tokens"
         )
-    weight_bytes = sum(p.nbytes for p in loaded.model.parameters())
-    weight_bytes += sum(m.weight_bytes for m in loaded.model.modules() if isinstance(m, PackedLinear | QuantizedLinear))
     _LOG.info(
         "model %s (%s, %s, %s): %.1f MiB of weights, %d linear layers in %d products; "
         "KV cache and adapters %.1f MiB: %d + %d blocks of %d tokens, %d bytes a token",
@@ -430,7 +436,7 @@ def _build_cache(loaded: LoadedModel, config: WorkerConfig, *, more_blocks: int 
         loaded.spec.model_type,
         config.compute_dtype,
         config.quantization,
-        weight_bytes / MIB,
+        weight_bytes(loaded.model) / MIB,
         len(loaded.spec.modules),
         len(loaded.sites),
         cache.size_bytes / MIB,

@@ -10,13 +10,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
+import torch
 from manylora_shared.sampling import MODEL_DEFAULTS, PARAMETERS, Kind
 from manylora_shared.stores.adapter_files import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from torch import nn
+from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from manylora_worker.models.quantized.schemes import Scheme, SchemeRefused, scheme_of
+from manylora_worker.weights.sites import WholeNames
 
 _LOG = logging.getLogger(__name__)
 
@@ -275,3 +281,26 @@ def _rope_parameters(config: PretrainedConfig) -> list[dict[str, Any]]:
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     nested: list[dict[str, Any]] = [value for value in parameters.values() if isinstance(value, dict)]
     return nested or [parameters]
+
+
+def whole_names(config: PretrainedConfig, model: PreTrainedModel) -> WholeNames | None:
+    """config: the folder's. None: the model is loaded under its own names. Qwen3.5 is published as a model of text and
+    images, and transformers has a class for its text alone.
+    """
+    if config.get_text_config() is config or model.config.get_text_config() is not model.config:
+        return None
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return None
+    with torch.device("meta"):
+        whole = AutoModelForImageTextToText.from_config(config)
+    body, theirs = whole.base_model, whole.get_decoder()
+    others = {id(child) for child in body.children() if child is not theirs}
+    return WholeNames(
+        ours=_path_of(model, model.get_decoder()),
+        theirs=_path_of(whole, theirs),
+        left_out=tuple(path for path, module in whole.named_modules() if id(module) in others),
+    )
+
+
+def _path_of(model: nn.Module, part: nn.Module) -> str:
+    return next(path for path, module in model.named_modules() if module is part)

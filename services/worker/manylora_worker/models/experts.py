@@ -20,6 +20,7 @@ from manylora_worker.models.layers.mixture import (
     LoraRouter,
     clamped_swiglu,
 )
+from manylora_worker.models.quantized.stacks import rebuilt, stacks_in
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.weights.layout import VectorKind
 from manylora_worker.weights.peft_config import ModuleMatcher
@@ -87,8 +88,10 @@ def _is_known(router: nn.Module, shape: ExpertShape) -> bool:
 
 
 def _shape(experts: nn.Module, top_k: int) -> ExpertShape | None:
-    weights = dict(experts.named_parameters())
-    if weights.keys() != _STACKS or not hasattr(experts, "act_fn") or any(each.ndim != 3 for each in weights.values()):
+    weights = stacks_in(experts)
+    if weights.keys() != _STACKS or not hasattr(experts, "act_fn"):
+        return None
+    if any(len(each.shape) != 3 for each in weights.values()):
         return None
     count, hidden, width = weights[DOWN].shape
     return ExpertShape(count, hidden, width, top_k) if weights[GATE_UP].shape == (count, 2 * width, hidden) else None
@@ -237,7 +240,7 @@ def _computes_alike(block: nn.Module, found: FoundExperts) -> bool:
     switch = LoraSwitch()
     own = (_gate_up_site(0, "", found.shape), _down_site(1, "", found.shape))
     ours = _experts(experts, found.shape, own, switch)
-    with torch.inference_mode():
+    with torch.inference_mode(), rebuilt(experts):
         try:
             if router is None:
                 chosen = torch.arange(_CHECKED_ROWS * found.shape.top_k, device=weight.device) % found.shape.experts

@@ -12,15 +12,7 @@ from typing import Any
 import torch
 from manylora_shared.stores.model_files import ModelNotFound, model_folder, model_name
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    BitsAndBytesConfig,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from manylora_worker.models.checkpoint import (
     ModelRefused,
@@ -31,7 +23,7 @@ from manylora_worker.models.checkpoint import (
     said,
     shipped_scheme,
     take_long_factors,
-    weight_files,
+    whole_names,
     without_adapter,
 )
 from manylora_worker.models.digest import model_digest
@@ -50,9 +42,15 @@ from manylora_worker.models.layers.lora_linear import LoraLinear, LoraSwitch
 from manylora_worker.models.layers.packed_linear import can_pack
 from manylora_worker.models.linears import head_modules_of, install_linears, linear_modules, pack_linears
 from manylora_worker.models.probe import AttentionTraits, probe
-from manylora_worker.models.quantized.install import ShippedCodes, keep_int4, quantize_to_fp8, quantize_to_nf4
+from manylora_worker.models.quantized.install import ShippedCodes, quantize_experts
+from manylora_worker.models.quantized.loading import (
+    bitsandbytes_options,
+    check_experts,
+    from_shipped,
+    keep_as_made,
+    quantize,
+)
 from manylora_worker.models.quantized.schemes import Scheme
-from manylora_worker.models.quantized.shipped import Paths, check_modules, read_shipped
 from manylora_worker.models.ranks.cuts import cut_codes, cut_head, cut_linears
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.models.rope import base_rope
@@ -232,7 +230,7 @@ def load_model(
         quantization=quantization,
         threads=threads,
         left_out=left_out,
-        whole=_whole_names(config, model),
+        whole=whole_names(config, model),
         modules=modules,
         group=group,
         max_model_len=max_model_len,
@@ -282,6 +280,8 @@ def prepare_model(
         cut_head(model, group)
     _quantize_or_pack(model, quantization, codes, group)
     sites += install_mixtures(model, experts, len(sites), switch, group)
+    if quantization == "fp8" and codes is None:
+        quantize_experts(model, group)
     experts = whole_experts(experts, group)
     modules = {**modules, **modules_of(experts)}
     if device.type == "cuda":
@@ -322,27 +322,17 @@ def prepare_model(
 def _quantize_or_pack(
     model: PreTrainedModel, quantization: Quantization, codes: ShippedCodes | None, group: RankGroup | None
 ) -> None:
-    device = torch.device(model.device)
-    if quantization == "nf4" and device.type == "cuda":
-        quantize_to_nf4(model)
-    if quantization == "fp8":
-        quantize_to_fp8(model, codes, group)
-    if quantization == "int4":
-        assert codes is not None
-        keep_int4(model, codes)
-    if quantization == "none" and can_pack(model.dtype, device):
+    quantize(model, quantization, codes, group)
+    if quantization == "none" and can_pack(model.dtype, model.device):
         pack_linears(model)
 
 
 def _experts(model: PreTrainedModel, quantization: Quantization, group: RankGroup | None) -> list[FoundExperts]:
     """Those that are ours. Raises ModelRefused."""
     found = taken_over(model, find_experts(model))
-    if found and quantization != "none":
-        raise ModelRefused(
-            f"{model.config.model_type}: a mixture of experts is not served with --quantization {quantization}"
-        )
     paths = {path for path, _ in model.named_modules() if path.endswith(".experts")}
     strange = sorted(paths - {each.stack for each in found})
+    check_experts(model, quantization, bool(found), strange)
     if group is not None and strange:  # transformers' own would not sum over the ranks
         raise ModelRefused(f"--tensor-parallel {group.size}: {strange[0]} are no experts as we know them")
     return found
@@ -391,21 +381,8 @@ def _instantiate(
     scheme: Scheme | None,
 ) -> tuple[PreTrainedModel, tuple[str, ...], ShippedCodes | None]:
     """The model, parts that it is served without, and what it has quantized. scheme: see shipped_scheme."""
-    options: dict[str, Any] = {}
+    options = bitsandbytes_options(config, dtype, device) if quantization == "nf4" else {}
     codes: ShippedCodes | None = None
-    if quantization == "nf4":
-        nf4 = {
-            "load_in_4bit": True,
-            "bnb_4bit_quant_type": "nf4",
-            "bnb_4bit_use_double_quant": True,
-            "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."),
-        }
-        stated = getattr(config, "quantization_config", None)
-        if stated is None:
-            options["quantization_config"] = BitsAndBytesConfig(**nf4)
-        else:  # its weights are in 4 bits already
-            stated["bnb_4bit_compute_dtype"] = nf4["bnb_4bit_compute_dtype"]
-        options["device_map"] = {"": device}
     try:
         if scheme is None:
             with without_adapter(folder) as plain_folder:
@@ -419,8 +396,8 @@ def _instantiate(
                     **options,
                 )
         else:
-            model, loading, codes = _from_shipped(
-                folder, scheme, config, dtype, keeps_codes=quantization in ("fp8", "int4")
+            model, loading, codes = from_shipped(
+                folder, scheme, config, dtype, _LOADING, keeps_codes=quantization in ("fp8", "int4")
             )
     except Exception as error:  # whatever transformers or a quantizer raises is about this folder
         raise ModelRefused(f"{folder}: {said(error)}") from error
@@ -432,37 +409,12 @@ def _instantiate(
     if unused:  # a bias that the config denies, scales of a quantization that it does not name
         raise ModelRefused(f"{folder}: linear layers have {len(unused)} weights that are not used, such as {unused[0]}")
     left_out = _keep_text_alone(model)
-    if quantization != "nf4":
-        model = model.to(device)
+    if quantization == "nf4":
+        keep_as_made(model)
     else:
-        from bitsandbytes.nn import Linear4bit
-
-        for module in model.modules():
-            # On some CPUs bitsandbytes repacks weights at their first use, with rounded scales and not for every shape.
-            if isinstance(module, Linear4bit):
-                module.support_avx512bf16_for_cpu = False
+        model = model.to(device)
     model.eval().requires_grad_(False)
     return model, left_out, codes
-
-
-def _from_shipped(
-    folder: Path, scheme: Scheme, config: PretrainedConfig, dtype: torch.dtype, *, keeps_codes: bool
-) -> tuple[PreTrainedModel, dict[str, Any], ShippedCodes | None]:
-    """The model of weights that are rebuilt, what transformers says of the loading, codes. Raises SchemeRefused."""
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config)  # AutoModel reads folders alone
-    kind, own_config = type(empty), empty.config
-    paths = Paths(_whole_names(config, empty), tuple(kind._keys_to_ignore_on_load_unexpected or ()))
-    shipped = read_shipped(weight_files(folder), scheme, dtype, keeps_codes=keeps_codes, paths=paths)
-    model, loading = kind.from_pretrained(None, config=own_config, dtype=dtype, state_dict=shipped.tensors, **_LOADING)
-    linears = frozenset(linear_modules(model)) - head_modules_of(model)
-    if scheme.kind == "mxfp4":
-        linears = frozenset(each.stack for each in find_experts(model))
-    check_modules(scheme, shipped.quantized, linears, paths)
-    loading["unexpected_keys"] = set(loading["unexpected_keys"]) - shipped.zero_biases
-    if (folder / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model, loading, ShippedCodes(shipped.codes, scheme.inputs_of_scale) if keeps_codes else None
 
 
 def _keep_text_alone(model: PreTrainedModel) -> tuple[str, ...]:
@@ -475,29 +427,6 @@ def _keep_text_alone(model: PreTrainedModel) -> tuple[str, ...]:
     for name, _ in others:
         delattr(body, name)
     return paths
-
-
-def _whole_names(config: PretrainedConfig, model: PreTrainedModel) -> WholeNames | None:
-    """config: the folder's. None: the model is loaded under its own names. Qwen3.5 is published as a model of text and
-    images, and transformers has a class for its text alone.
-    """
-    if config.get_text_config() is config or model.config.get_text_config() is not model.config:
-        return None
-    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return None
-    with torch.device("meta"):
-        whole = AutoModelForImageTextToText.from_config(config)
-    body, theirs = whole.base_model, whole.get_decoder()
-    others = {id(child) for child in body.children() if child is not theirs}
-    return WholeNames(
-        ours=_path_of(model, model.get_decoder()),
-        theirs=_path_of(whole, theirs),
-        left_out=tuple(path for path, module in whole.named_modules() if id(module) in others),
-    )
-
-
-def _path_of(model: nn.Module, part: nn.Module) -> str:
-    return next(path for path, module in model.named_modules() if module is part)
 
 
 def _eos_token_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:

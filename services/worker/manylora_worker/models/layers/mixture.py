@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from manylora_worker.models.layers.lora_linear import LoraLinear, LoraSwitch, Segment
+from manylora_worker.models.quantized.stacks import QuantizedStack
 from manylora_worker.weights.sites import Site
 
 
@@ -62,15 +63,16 @@ class LoraExperts(nn.Module):
 
     def __init__(
         self,
-        gate_up: nn.Parameter,
-        down: nn.Parameter,
+        gate_up: nn.Parameter | QuantizedStack,
+        down: nn.Parameter | QuantizedStack,
         gated: Callable[[Tensor, Tensor], Tensor],
         sites: tuple[Site, Site],
         switch: LoraSwitch,
         biases: tuple[nn.Parameter, nn.Parameter] | None = None,
     ) -> None:
         super().__init__()
-        self.gate_up, self.down = gate_up, down
+        self.gate_up: nn.Parameter | QuantizedStack = gate_up
+        self.down: nn.Parameter | QuantizedStack = down
         self.gate_up_bias: nn.Parameter | None
         self.down_bias: nn.Parameter | None
         self.gate_up_bias, self.down_bias = biases or (None, None)

@@ -44,9 +44,16 @@ def quantize(weight: Tensor, group: RankGroup | None = None) -> Fp8Weight:
     largest = weight.float().abs().amax(1, keepdim=True)
     if group is not None:
         group.largest(largest)
-    scales = largest.clamp_min(1e-30) / _LARGEST
-    codes = (weight.float() / scales).clamp(-_LARGEST, _LARGEST).to(FP8)
-    return Fp8Weight(codes, scales, weight.shape[1])
+    scales = scales_of(largest)
+    return Fp8Weight(codes_of(weight, scales), scales, weight.shape[1])
+
+
+def scales_of(largest: Tensor) -> Tensor:
+    return largest.clamp_min(1e-30) / _LARGEST
+
+
+def codes_of(weight: Tensor, scales: Tensor) -> Tensor:
+    return (weight.float() / scales).clamp(-_LARGEST, _LARGEST).to(FP8)
 
 
 def joined(parts: Sequence[tuple[Tensor, Tensor]], group_size: int, device: torch.device) -> Fp8Weight:

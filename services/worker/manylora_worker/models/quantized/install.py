@@ -12,8 +12,10 @@ from transformers import PreTrainedModel
 
 from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.layers.lora_linear import LoraLinear
+from manylora_worker.models.layers.mixture import LoraExperts
 from manylora_worker.models.quantized import int4
 from manylora_worker.models.quantized.fp8 import Fp8Linear, joined, quantize
+from manylora_worker.models.quantized.stacks import put_stack, quantized_stack
 from manylora_worker.models.ranks.group import RankGroup
 
 if TYPE_CHECKING:
@@ -53,6 +55,15 @@ def quantize_to_fp8(model: PreTrainedModel, shipped: ShippedCodes | None, group:
         else:
             weight = quantize(linear.weight.data, None if module.reduce is None else group)
         module.base = Fp8Linear(weight, linear.bias)
+
+
+def quantize_experts(model: PreTrainedModel, group: RankGroup | None) -> None:
+    # of an unquantized checkpoint, whose mixtures are ours already; a rank's share has the scales of the whole
+    for module in model.modules():
+        if isinstance(module, LoraExperts) and isinstance(module.gate_up, nn.Parameter):
+            put_stack(module, "gate_up", quantized_stack(module.gate_up.data))
+        if isinstance(module, LoraExperts) and isinstance(module.down, nn.Parameter):
+            put_stack(module, "down", quantized_stack(module.down.data, group))
 
 
 def keep_int4(model: PreTrainedModel, shipped: ShippedCodes) -> None:

@@ -55,7 +55,7 @@ class Scheme:
         if self.kind == "fp8":
             codes, scales = self.codes(path, parts)
             inputs = codes.shape[1]
-            return codes.float() * scales.repeat_interleave(-(-inputs // scales.shape[1]), dim=1)[:, :inputs]
+            return codes.float() * scales.repeat_interleave(self.inputs_of_scale or inputs, dim=1)[:, :inputs]
         return self._of_words(path, parts)
 
     def codes(self, path: str, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

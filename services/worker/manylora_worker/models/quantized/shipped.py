@@ -14,11 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from manylora_worker.models.quantized import mxfp4
+from manylora_worker.models.quantized.expert_weights import codes_of, stack_experts
 from manylora_worker.models.quantized.schemes import FP8, Scheme, SchemeRefused
-from manylora_worker.weights.sites import WholeNames
+from manylora_worker.weights.sites import ExpertShape, WholeNames
 
 _LOG = logging.getLogger(__name__)
 _MIB = 1 << 20
+_CODES = (FP8, torch.float8_e5m2)
 _QUANTIZED = ("qweight", "weight_packed", "qzeros", "weight_scale", "weight_scale_inv", *mxfp4.PARTS)
 
 
@@ -35,6 +37,7 @@ class Shipped:
     quantized: frozenset[str] = field(repr=False)
     zero_biases: frozenset[str] = field(repr=False)
     codes: Mapping[str, tuple[Tensor, ...]] = field(repr=False)
+    stacks: Mapping[str, tuple[Tensor, ...]] = field(repr=False)  # as `codes`, of experts, which are not rebuilt then
 
 
 @dataclass(frozen=True)
@@ -58,10 +61,17 @@ class Paths:
 
 
 def read_shipped(
-    files: list[Path], scheme: Scheme, dtype: torch.dtype, *, keeps_codes: bool = False, paths: Paths | None = None
+    files: list[Path],
+    scheme: Scheme,
+    dtype: torch.dtype,
+    *,
+    keeps_codes: bool = False,
+    paths: Paths | None = None,
+    experts: Mapping[str, ExpertShape] | None = None,
 ) -> Shipped:
     """keeps_codes: beside the weights that they stand for. Raises SchemeRefused, OSError."""
-    paths = paths or Paths()
+    # `experts` are those that the model has in stacks, by path
+    paths, experts = paths or Paths(), experts or {}
     modules: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for file in files:
         for name, tensor in load_file(file).items():
@@ -71,26 +81,35 @@ def read_shipped(
                 modules[own_path][leaf] = tensor
     tensors: dict[str, Tensor] = {}
     codes: dict[str, tuple[Tensor, ...]] = {}
+    of_experts: dict[str, dict[str, dict[str, Tensor]]] = defaultdict(dict)  # by their layer's path, then by their own
     quantized = set()
     shipped_bytes = sum(tensor.nbytes for parts in modules.values() for tensor in parts.values())
     for path in list(modules):
         parts = modules.pop(path)
         if _is_quantized(parts):
-            if scheme.skips(paths.theirs(path)):
-                raise SchemeRefused(f"{path}: is quantized, though quantization_config says that it is not")
-            named = mxfp4.PARTS if scheme.kind == "mxfp4" else scheme.parts
-            if not parts.keys() & set(named):
-                raise SchemeRefused(f"{path}: {', '.join(sorted(parts))} is not what {scheme.label} writes")
-            own = {leaf: parts.pop(leaf) for leaf in named if leaf in parts}
+            own = _taken(scheme, path, parts, paths)
+            quantized.add(path)
+            layer = path.rpartition(".")[0].rpartition(".")[0]
+            if layer in experts:
+                more = [leaf for leaf, tensor in parts.items() if tensor.any()]
+                if more:
+                    raise SchemeRefused(f"{path}: has a {more[0]}, as the model's experts have none")
+                of_experts[layer][path] = own
+                continue
             if scheme.kind == "mxfp4":
                 parts |= mxfp4.rebuilt_stacks(path, own, dtype)
             else:
                 parts["weight"] = scheme.weight(path, own).to(dtype)
             if keeps_codes:
-                codes[path] = scheme.codes(path, own) if scheme.kind == "fp8" else scheme.words(path, own)
-            quantized.add(path)
+                codes[path] = codes_of(scheme, path, own)
         for leaf, tensor in parts.items():
+            if tensor.dtype in _CODES:
+                raise SchemeRefused(f"{path}.{leaf}: is {str(tensor.dtype).removeprefix('torch.')}, and no layer's")
             tensors[f"{path}.{leaf}"] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    stacks: dict[str, tuple[Tensor, ...]] = {}
+    for layer in list(of_experts):
+        found = of_experts.pop(layer)
+        stacks |= stack_experts(layer, experts[layer], scheme, found, tensors, dtype, keeps_codes=keeps_codes)
     _LOG.info(
         "weights are shipped quantized (%s): %d layers, %.1f MiB, which %.1f MiB in %s stand for",
         scheme.label, len(quantized), shipped_bytes / _MIB, sum(t.nbytes for t in tensors.values()) / _MIB,
@@ -98,16 +117,29 @@ def read_shipped(
     )  # fmt: skip
     biases = [f"{path}.bias" for path in quantized]
     zero_biases = frozenset(name for name in biases if name in tensors and not tensors[name].any())
-    return Shipped(tensors, frozenset(quantized), zero_biases, codes)
+    return Shipped(tensors, frozenset(quantized), zero_biases, codes, stacks)
 
 
-def check_modules(scheme: Scheme, quantized: frozenset[str], linears: frozenset[str], paths: Paths) -> None:
+def _taken(scheme: Scheme, path: str, parts: dict[str, Tensor], paths: Paths) -> dict[str, Tensor]:
+    """Out of `parts`: what its weight is made of. Raises SchemeRefused."""
+    if scheme.skips(paths.theirs(path)):
+        raise SchemeRefused(f"{path}: is quantized, though quantization_config says that it is not")
+    named = mxfp4.PARTS if scheme.kind == "mxfp4" else scheme.parts
+    if not parts.keys() & set(named):
+        raise SchemeRefused(f"{path}: {', '.join(sorted(parts))} is not what {scheme.label} writes")
+    return {leaf: parts.pop(leaf) for leaf in named if leaf in parts}
+
+
+def check_modules(
+    scheme: Scheme, quantized: frozenset[str], linears: frozenset[str], routers: frozenset[str], paths: Paths
+) -> None:
     """Raises SchemeRefused where they do not fit. linears: paths of all linear layers but the head, or with mxfp4 of
     the layers' experts.
     """
+    # routers may be quantized, and need not be
     if not quantized:
         raise SchemeRefused(f"quantization_config tells {scheme.label}, and no layer is quantized")
-    strange = sorted(quantized - linears)
+    strange = sorted(quantized - linears - routers)
     if strange:
         raise SchemeRefused(f"{strange[0]}: is quantized, and is no layer that is served so")
     if scheme.kind == "gptq":  # names no module: those without codes are as they were

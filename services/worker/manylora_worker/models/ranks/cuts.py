@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.quantized.install import ShippedCodes
+from manylora_worker.models.quantized.stacks import QuantizedStack, stacks_in
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.weights.layout import ALIGNMENT
 
@@ -98,10 +99,25 @@ def cut_linears(model: PreTrainedModel, group: RankGroup) -> None:
 
 
 def _cut_experts(path: str, experts: nn.Module, config: PretrainedConfig, group: RankGroup) -> None:
-    gate_up, down = experts.gate_up_proj.data, experts.down_proj.data
-    own = own_outputs(f"{path}.gate_up_proj", gate_up.shape[1], config, group)
-    experts.gate_up_proj = _frozen(torch.cat([gate_up[:, each.start : each.stop] for each in own], 1))
-    experts.down_proj = _frozen(down.chunk(group.size, 2)[group.rank].clone())
+    for name, stack in stacks_in(experts).items():
+        if isinstance(stack, QuantizedStack):
+            setattr(experts, name, _stack_share(f"{path}.{name}", stack, config, group))
+        elif is_summed(name):
+            setattr(experts, name, _frozen(stack.data.chunk(group.size, 2)[group.rank].clone()))
+        else:
+            own = own_outputs(f"{path}.{name}", stack.shape[1], config, group)
+            setattr(experts, name, _frozen(_rows(stack.data, own, 1)))
+
+
+def _stack_share(path: str, stack: QuantizedStack, config: PretrainedConfig, group: RankGroup) -> QuantizedStack:
+    """Raises ModelRefused."""
+    if is_summed(path):
+        flat = [each.flatten(0, 1) for each in stack.parts]
+        parts = [each.unflatten(0, stack.shape[:2]) for each in _codes_share(path, flat, stack.group_size, group)]
+    else:
+        own = own_outputs(path, stack.shape[1], config, group)
+        parts = [_rows(each, own, 1) for each in stack.parts]
+    return QuantizedStack(parts, stack.group_size, stack.dtype)
 
 
 class _OwnHeads:
@@ -120,17 +136,18 @@ def cut_codes(shipped: ShippedCodes, config: PretrainedConfig, group: RankGroup)
     by_path: dict[str, tuple[Tensor, ...]] = {}
     for path, parts in shipped.by_path.items():
         if is_summed(path):
-            by_path[path] = _codes_share(path, parts, shipped, group)
+            by_path[path] = _codes_share(path, parts, shipped.inputs_of_scale, group)
         else:
             own = own_outputs(path, parts[0].shape[0], config, group)
             by_path[path] = tuple(_rows(each, own) for each in parts)
     return replace(shipped, by_path=by_path)
 
 
-def _codes_share(path: str, parts: Sequence[Tensor], shipped: ShippedCodes, group: RankGroup) -> tuple[Tensor, ...]:
+def _codes_share(path: str, parts: Sequence[Tensor], size: int, group: RankGroup) -> tuple[Tensor, ...]:
+    # `size` inputs have one scale, where not all have
     codes, *scales = parts
     in_column = 2 if codes.dtype is torch.uint8 else 1  # of 4 bits
-    inputs, size = codes.shape[1] * in_column, shipped.inputs_of_scale
+    inputs = codes.shape[1] * in_column
     mine = inputs // group.size
     has_groups = scales[0].shape[1] > 1
     if mine % in_column or (has_groups and mine % size):
@@ -157,8 +174,8 @@ def _frozen(weight: Tensor) -> nn.Parameter:
     return nn.Parameter(weight, requires_grad=False)
 
 
-def _rows(tensor: Tensor, own: Sequence[range]) -> Tensor:
-    return torch.cat([tensor[each.start : each.stop] for each in own])
+def _rows(tensor: Tensor, own: Sequence[range], dim: int = 0) -> Tensor:
+    return torch.cat([tensor.narrow(dim, each.start, len(each)) for each in own], dim)
 
 
 def _columns(tensor: Tensor, group: RankGroup) -> Tensor:

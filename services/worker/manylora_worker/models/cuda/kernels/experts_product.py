@@ -9,6 +9,7 @@ from torch import Tensor
 from manylora_worker.models.cuda.kernels.experts_route import Groups, most_tiles
 from manylora_worker.models.decoder_weights import ExpertActivation
 from manylora_worker.models.layers.mixture import CLAMP_ALPHA, CLAMP_LIMIT
+from manylora_worker.models.quantized.stacks import QuantizedStack
 
 _BLOCK_K = 128
 _ALPHA, _LIMIT = tl.constexpr(CLAMP_ALPHA), tl.constexpr(CLAMP_LIMIT)
@@ -88,6 +89,97 @@ def _product_kernel(
         tl.store(at + N, second, mask=out_mask)
 
 
+@triton.jit
+def _add_codes(
+    acc, x, odd, w_at, scales_at, shifts_at, w_mask, column_mask, FOUR_BITS: tl.constexpr, GROUPED: tl.constexpr,
+    SHIFTED: tl.constexpr,
+):  # fmt: skip
+    """acc [BLOCK_M, BLOCK_N] + x times a block of a weight. odd: 4 bits' other inputs, of which x has every second."""
+    w = tl.load(w_at, mask=w_mask, other=0.0)
+    if FOUR_BITS:
+        high = ((w >> 4).to(tl.int8) - 8).to(x.dtype)
+        low = ((w & 15).to(tl.int8) - 8).to(x.dtype)
+        part = tl.dot(odd, low, tl.dot(x, high, input_precision="ieee"), input_precision="ieee")
+    elif GROUPED:
+        part = tl.dot(x, w.to(x.dtype), input_precision="ieee")
+    else:
+        part = tl.dot(x, w.to(x.dtype), acc, input_precision="ieee")
+    if GROUPED:
+        part = acc + part * tl.load(scales_at, mask=column_mask, other=0.0)[None, :]
+    if SHIFTED:
+        inputs = tl.sum(x.to(tl.float32) + odd.to(tl.float32), 1)
+        part += inputs[:, None] * tl.load(shifts_at, mask=column_mask, other=0.0)[None, :]
+    return part
+
+
+@triton.jit
+def _codes_kernel(
+    x_ptr, w_ptr, scales_ptr, shifts_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, count_ptr, stride_out,
+    N: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, FOUR_BITS: tl.constexpr,
+    SHIFTED: tl.constexpr, PAIRS_A_ROW: tl.constexpr, HALVES: tl.constexpr, BIAS: tl.constexpr, GATES: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As _product_kernel, of a weight in codes: they become x's type in registers, where e4m3 and 4 bits are exact."""
+    # Here x is the matrix unit's first operand. The ptxas of Triton 3.6 miscompiles Hopper's wgmma where its first
+    # operand lies in registers in a pipelined loop, as converted codes do; its second one never does. Tiles of fewer
+    # than 64 pairs, as decoding has them, are too small for wgmma: mma.sync, which they take, is compiled rightly.
+    GROUPED: tl.constexpr = GROUPS > 1 or FOUR_BITS
+    tile = tl.program_id(1)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_mask = columns < N
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if tile >= tl.load(count_ptr):
+        return
+    first = tl.load(tiles_ptr + tile * 4)
+    pairs_there = tl.load(tiles_ptr + tile * 4 + 1)
+    expert = tl.load(tiles_ptr + tile * 4 + 2).to(tl.int64)
+    offsets = tl.arange(0, BLOCK_M)
+    mask = offsets < pairs_there
+    pairs = tl.load(order_ptr + first + offsets, mask=mask, other=0)
+    x_rows = x_ptr + (pairs // PAIRS_A_ROW).to(tl.int64)[:, None] * K
+    w_rows = expert * (HALVES * N) + columns.to(tl.int64)
+    PACKED: tl.constexpr = 2 if FOUR_BITS else 1  # inputs of a code's byte
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    second = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        ks = k // PACKED + tl.arange(0, BLOCK_K // PACKED)
+        k_mask = ks < K // PACKED
+        x_mask = mask[:, None] & k_mask[None, :]
+        x = tl.load(x_rows + PACKED * ks[None, :], mask=x_mask, other=0.0)
+        odd = x
+        if FOUR_BITS:
+            odd = tl.load(x_rows + 2 * ks[None, :] + 1, mask=x_mask, other=0.0)
+        w_mask = k_mask[:, None] & column_mask[None, :]
+        w_at = w_ptr + w_rows[None, :] * (K // PACKED) + ks[:, None]
+        group = w_rows * GROUPS + k // GROUP_SIZE
+        acc = _add_codes(
+            acc, x, odd, w_at, scales_ptr + group, shifts_ptr + group, w_mask, column_mask, FOUR_BITS, GROUPED, SHIFTED
+        )
+        if HALVES == 2:
+            second = _add_codes(
+                second, x, odd, w_at + N * (K // PACKED), scales_ptr + group + N * GROUPS,
+                shifts_ptr + group + N * GROUPS, w_mask, column_mask, FOUR_BITS, GROUPED, SHIFTED,
+            )  # fmt: skip
+    if not GROUPED:
+        acc *= tl.load(scales_ptr + w_rows, mask=column_mask, other=0.0)[None, :]
+        if HALVES == 2:
+            second *= tl.load(scales_ptr + w_rows + N, mask=column_mask, other=0.0)[None, :]
+    if BIAS:
+        acc += tl.load(bias_ptr + w_rows, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+        if HALVES == 2:
+            second += tl.load(bias_ptr + w_rows + N, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    at = out_ptr + pairs.to(tl.int64)[:, None] * stride_out + columns[None, :]
+    out_mask = mask[:, None] & column_mask[None, :]
+    if GATES:
+        acc = activate_times(acc, second, ACTIVATION)
+    tl.store(at, acc, mask=out_mask)
+    if HALVES == 2 and not GATES:
+        tl.store(at + N, second, mask=out_mask)
+
+
 def tile_pairs(pairs: int, num_experts: int) -> int:
     """Of a tile at most: by how many an expert has in the mean."""
     mean = pairs / num_experts
@@ -96,7 +188,7 @@ def tile_pairs(pairs: int, num_experts: int) -> int:
 
 def grouped_product(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantizedStack,
     out: Tensor,
     groups: Groups,
     *,
@@ -117,11 +209,25 @@ def grouped_product(
     num_experts, rows, k = weight.shape
     n, pairs = rows // halves, out.shape[0]
     is_wide = groups.block_m > 32  # many rows an expert: the product itself is the work
-    block_n, block_k, stages, warps = (128 // halves, 64, 3, 8) if is_wide else (64, _BLOCK_K, 4, 4)
+    in_codes = isinstance(weight, QuantizedStack)
+    block_n, block_k, stages, warps = (128 // halves, 64, 3, 8) if is_wide else (64, _BLOCK_K, 5 if in_codes else 4, 4)
     if halves == 2 and pairs <= _FEW_PAIRS:
         block_n = 32
     block_n, block_k = min(block_n, triton.next_power_of_2(n)), min(block_k, triton.next_power_of_2(k))
     grid = (triton.cdiv(n, block_n), most_tiles(pairs, num_experts, groups.block_m))
+    if isinstance(weight, QuantizedStack):
+        num_groups, size = weight.scales.shape[2], weight.group_size
+        if num_groups > 1:
+            block_k = min(block_k, size & -size)  # within a group
+        codes = (weight.codes, weight.scales, weight.scales if weight.shifts is None else weight.shifts)
+        _codes_kernel[grid](
+            x, *codes, bias, out, groups.order, groups.tiles, groups.count, out.stride(0), N=n, K=k, GROUPS=num_groups,
+            GROUP_SIZE=size, FOUR_BITS=not weight.is_fp8, SHIFTED=weight.shifts is not None, PAIRS_A_ROW=pairs_a_row,
+            HALVES=halves, BIAS=bias is not None, GATES=gates is not None, ACTIVATION=gates or "silu",
+            BLOCK_M=groups.block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, PDL=pdl, num_warps=warps,
+            launch_pdl=pdl,
+        )  # fmt: skip
+        return
     _product_kernel[grid](
         x, weight, bias, out, groups.order, groups.tiles, groups.count, out.stride(0), N=n, K=k,
         PAIRS_A_ROW=pairs_a_row, HALVES=halves, BIAS=bias is not None, GATES=gates is not None,

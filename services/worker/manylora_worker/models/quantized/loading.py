@@ -1,0 +1,108 @@
+"""Quantized weights on a model's way into memory: a checkpoint's own, bitsandbytes' and those that we make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from manylora_worker.models.checkpoint import ModelRefused, Quantization, weight_files, whole_names
+from manylora_worker.models.experts import find_experts, modules_of
+from manylora_worker.models.linears import head_modules_of, linear_modules
+from manylora_worker.models.quantized.install import ShippedCodes, keep_int4, quantize_to_fp8, quantize_to_nf4
+from manylora_worker.models.quantized.schemes import Scheme
+from manylora_worker.models.quantized.shipped import Paths, check_modules, read_shipped
+from manylora_worker.models.quantized.stacks import KERNELS_INPUTS, QuantizedStack, put_stack, stacks_in
+from manylora_worker.models.ranks.group import RankGroup
+
+
+def from_shipped(
+    folder: Path,
+    scheme: Scheme,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    loading: Mapping[str, Any],
+    *,
+    keeps_codes: bool,
+) -> tuple[PreTrainedModel, dict[str, Any], ShippedCodes | None]:
+    """The model, what transformers says of the loading, and codes. Raises SchemeRefused."""
+    # `loading` are options of from_pretrained. Experts that are kept in codes are in the model already.
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config)  # AutoModel reads folders alone
+    kind, own_config = type(empty), empty.config
+    paths = Paths(whole_names(config, empty), tuple(kind._keys_to_ignore_on_load_unexpected or ()))
+    mixtures = find_experts(empty)
+    experts = {each.stack: each.shape for each in mixtures if not each.shape.in_turn}
+    shipped = read_shipped(weight_files(folder), scheme, dtype, keeps_codes=keeps_codes, paths=paths, experts=experts)
+    model, told = kind.from_pretrained(None, config=own_config, dtype=dtype, state_dict=shipped.tensors, **loading)
+    linears = frozenset(linear_modules(model)) - head_modules_of(model)
+    routers = frozenset(each.router for each in mixtures if each.router_name)
+    if scheme.kind == "mxfp4":
+        linears = frozenset(each.stack for each in mixtures)
+    else:
+        linears |= modules_of(mixtures).keys() - routers
+    check_modules(scheme, shipped.quantized, linears, routers, paths)
+    for name, parts in shipped.stacks.items():
+        path, _, leaf = name.rpartition(".")
+        put_stack(model.get_submodule(path), leaf, QuantizedStack(parts, scheme.inputs_of_scale, dtype))
+    told["unexpected_keys"] = set(told["unexpected_keys"]) - shipped.zero_biases
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model, told, ShippedCodes(shipped.codes, scheme.inputs_of_scale) if keeps_codes else None
+
+
+def bitsandbytes_options(config: PretrainedConfig, dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """Of from_pretrained, for NF4."""
+    nf4 = {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."),
+    }
+    options: dict[str, Any] = {"device_map": {"": device}}
+    stated = getattr(config, "quantization_config", None)
+    if stated is None:
+        return options | {"quantization_config": BitsAndBytesConfig(**nf4)}
+    stated["bnb_4bit_compute_dtype"] = nf4["bnb_4bit_compute_dtype"]  # its weights are in 4 bits already
+    return options
+
+
+def keep_as_made(model: PreTrainedModel) -> None:
+    # On some CPUs bitsandbytes repacks weights at their first use, with rounded scales and not for every shape.
+    from bitsandbytes.nn import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+
+
+def quantize(
+    model: PreTrainedModel, quantization: Quantization, codes: ShippedCodes | None, group: RankGroup | None
+) -> None:
+    if quantization == "nf4" and model.device.type == "cuda":
+        quantize_to_nf4(model)
+    if quantization == "fp8":
+        quantize_to_fp8(model, codes, group)
+    if quantization == "int4":
+        assert codes is not None
+        keep_int4(model, codes)
+
+
+def check_experts(model: PreTrainedModel, quantization: Quantization, known: bool, strange: Sequence[str]) -> None:
+    """strange: paths of experts that are not ours. Raises ModelRefused."""
+    model_type = model.config.model_type
+    if known and quantization == "nf4":
+        raise ModelRefused(f"{model_type}: a mixture of experts is not served with --quantization {quantization}")
+    stacks = ((path, each) for path in strange for each in stacks_in(model.get_submodule(path)).values())
+    path = next((path for path, each in stacks if len(each.shape) > 2), "")
+    if quantization != "none" and path:
+        raise ModelRefused(f"{model_type}: --quantization {quantization}: {path} are no experts as we know them")
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedStack) and model.device.type == "cuda" and not module.has_kernel:
+            raise ModelRefused(
+                f"{path}: groups of {module.group_size} inputs: experts take multiples of {KERNELS_INPUTS} on a GPU "
+                f"(start without --quantization {quantization}: weights are rebuilt)"
+            )

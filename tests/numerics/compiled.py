@@ -1,0 +1,45 @@
+"""Prints which of Hopper's matrix products a kernel's variants are compiled to, a line each. No GPU is asked for."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+
+import triton
+from manylora_worker.models.cuda.kernels.experts_product import _codes_kernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+_POINTERS = {
+    "x_ptr": "*bf16", "scales_ptr": "*fp32", "shifts_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16",
+    "order_ptr": "*i32", "tiles_ptr": "*i32", "count_ptr": "*i32", "stride_out": "i32",
+}  # fmt: skip
+
+
+def operands(four_bits: bool, groups: int, block_m: int) -> str:
+    """Name of the instruction, and what its first operand is."""
+    constants = {
+        "N": 768, "K": 2048, "GROUPS": groups, "GROUP_SIZE": 2048 // groups, "FOUR_BITS": four_bits,
+        "SHIFTED": four_bits, "PAIRS_A_ROW": 8, "HALVES": 2, "BIAS": False, "GATES": True, "ACTIVATION": "silu",
+        "BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": 64 if block_m == 64 else 128,
+        "STAGES": 3 if block_m == 64 else 5, "PDL": False,
+    }  # fmt: skip
+    types = _POINTERS | {"w_ptr": "*u8" if four_bits else "*fp8e4nv"} | dict.fromkeys(constants, "constexpr")
+    names = _codes_kernel.arg_names
+    source = ASTSource(
+        fn=_codes_kernel,
+        signature={name: types[name] for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in constants},
+    )
+    warps = 8 if block_m == 64 else 4
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
+    of_wgmma = re.findall(r"wgmma\.mma_async[^{]*\{[^}]*\},\s*(\{|%rd)", ptx)
+    found = {"registers" if first == "{" else "shared memory" for first in of_wgmma}
+    kinds = [f"wgmma {each}" for each in sorted(found)] + ["mma.sync"] * ("mma.sync" in ptx)
+    return " and ".join(kinds)
+
+
+if __name__ == "__main__":
+    for each in product((False, True), (1, 16), (16, 32, 64)):
+        print(*each, operands(*each))
