@@ -54,6 +54,7 @@ from manylora_worker.models.quantized.install import ShippedCodes, keep_int4, qu
 from manylora_worker.models.quantized.schemes import Scheme
 from manylora_worker.models.quantized.shipped import Paths, check_modules, read_shipped
 from manylora_worker.models.ranks.cuts import cut_codes, cut_head, cut_linears
+from manylora_worker.models.ranks.delta_cuts import codes_in_order, cut_delta_nets
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.models.rope import base_rope
 from manylora_worker.weights.sites import ExpertShape, Site, Slot, TokenBase, WholeNames
@@ -272,6 +273,9 @@ def prepare_model(
     dtype, device = model.dtype, torch.device(model.device)
     _check_states(model, group)
     modules = modules or linear_modules(model)
+    if group is None:
+        cut_delta_nets(model)
+        codes = codes and codes_in_order(codes, model.config)
     experts = _experts(model, quantization, group)
     head_modules = head_modules_of(model)
     all_modules = {module_path for module_path, _ in model.named_modules() if module_path}
