@@ -13,7 +13,7 @@ from manylora_worker.models.layers.delta_net import DELTA_INPUTS
 from manylora_worker.models.layers.lora_linear import FusedMember, FusedProjection, LoraLinear, LoraSwitch
 from manylora_worker.models.layers.packed_linear import WORTH_PACKING, PackedLinear
 from manylora_worker.models.ranks.cuts import is_summed, own_outputs
-from manylora_worker.models.ranks.delta_cuts import reordered
+from manylora_worker.models.ranks.delta_cuts import cut_delta_nets, reordered
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.weights.sites import Site, Slot
 
@@ -66,6 +66,8 @@ def install_linears(
     group: RankGroup | None,
 ) -> list[Site]:
     # every linear layer except the head becomes a LoraLinear, fused where the table says so
+    if group is None:
+        cut_delta_nets(model)
     heads = head_modules_of(model)
     roles = FUSED_PROJECTIONS.get(model.config.get_text_config().model_type, {}) if fused else {}
 

@@ -54,7 +54,7 @@ from manylora_worker.models.quantized.install import ShippedCodes, keep_int4, qu
 from manylora_worker.models.quantized.schemes import Scheme
 from manylora_worker.models.quantized.shipped import Paths, check_modules, read_shipped
 from manylora_worker.models.ranks.cuts import cut_codes, cut_head, cut_linears
-from manylora_worker.models.ranks.delta_cuts import codes_in_order, cut_delta_nets
+from manylora_worker.models.ranks.delta_cuts import codes_in_order
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.models.rope import base_rope
 from manylora_worker.weights.sites import ExpertShape, Site, Slot, TokenBase, WholeNames
@@ -221,7 +221,9 @@ def load_model(
         folder, config, dtype, place, quantization if quantization != "nf4" or by_bitsandbytes else "none", scheme
     )
     modules = linear_modules(model)
-    if group is not None:
+    if group is None:
+        codes = codes and codes_in_order(codes, model.config)
+    else:
         cut_linears(model, group)
         codes = codes and cut_codes(codes, model.config, group)
         model = model.to(device)
@@ -273,9 +275,6 @@ def prepare_model(
     dtype, device = model.dtype, torch.device(model.device)
     _check_states(model, group)
     modules = modules or linear_modules(model)
-    if group is None:
-        cut_delta_nets(model)
-        codes = codes and codes_in_order(codes, model.config)
     experts = _experts(model, quantization, group)
     head_modules = head_modules_of(model)
     all_modules = {module_path for module_path, _ in model.named_modules() if module_path}

@@ -1,9 +1,8 @@
-"""Which outputs of a gated delta net's inputs a rank has, and in which order: as the kernels take them, queries, keys,
-values, gates, beta, decay, each by heads.
+"""Which outputs of a gated delta net's inputs a rank has, and in which order."""
 
-A rank has some heads of keys, and the heads of values that go with them. Qwen3-Next's checkpoints have these outputs
-key head by key head: their rows are put in order once, at load, also where there is one rank.
-"""
+# As the kernels take them: queries, keys, values, gates, beta, decay, each by heads. A rank has some heads of keys, and
+# the heads of values that go with them. Qwen3-Next's checkpoints have these outputs key head by key head: their rows
+# are put in order once, at load, also where there is one rank.
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def delta_outputs(path: str, config: PretrainedConfig, rank: int = 0, size: int 
 
 
 def _widths(text: PretrainedConfig, key_heads: int) -> Mapping[str, tuple[int, ...]]:
-    """What a head of keys has of a layer's outputs, part by part."""
+    # what a head of keys has of a layer's outputs, part by part
     heads = text.linear_num_value_heads // key_heads
     key, values = text.linear_key_head_dim, heads * text.linear_value_head_dim
     return {
@@ -62,7 +61,7 @@ def reordered(path: str, config: PretrainedConfig) -> tuple[range, ...]:
 
 
 def cut_delta_nets(model: PreTrainedModel, rank: int = 0, size: int = 1) -> None:
-    """Leaves this rank's share of all but `out_proj`, in order. Works on meta tensors. Raises ModelRefused."""
+    """All but `out_proj`. Works on meta tensors. Raises ModelRefused."""
     for path, net in find_delta_nets(model).items():
         layer: Any = net
         is_by_head = hasattr(layer, "in_proj_qkvz")
@@ -95,14 +94,14 @@ def _cut_heads(layer: Any, config: PretrainedConfig, rank: int, size: int) -> No
 
 
 def _apart(layer: Any, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, ...]:
-    """In the place of what transformers' pass takes the checkpoint's order apart by."""
+    # in the place of what transformers' pass takes the checkpoint's order apart by
     query, key, value, z = qkvz.split((layer.key_dim, layer.key_dim, layer.value_dim, layer.value_dim), -1)
     b, a = ba.chunk(2, -1)
     return query, key, value, z.unflatten(-1, (-1, layer.head_v_dim)), b, a
 
 
 def codes_in_order(shipped: ShippedCodes, config: PretrainedConfig) -> ShippedCodes:
-    """Of a model that is whole here."""
+    # of a model that is whole here
     orders = {path: reordered(path, config) for path in shipped.by_path}
     moved = {
         path: tuple(_rows(each, own).data for each in shipped.by_path[path]) for path, own in orders.items() if own
