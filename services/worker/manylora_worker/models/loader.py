@@ -273,7 +273,7 @@ def prepare_model(
     codes: what the checkpoint has, which fp8 and int4 keep as it is.
     """
     dtype, device = model.dtype, torch.device(model.device)
-    _check_states(model, group)
+    _check_states(model)
     modules = modules or linear_modules(model)
     experts = _experts(model, quantization, group)
     head_modules = head_modules_of(model)
@@ -351,7 +351,7 @@ def _experts(model: PreTrainedModel, quantization: Quantization, group: RankGrou
     return found
 
 
-def _check_states(model: PreTrainedModel, group: RankGroup | None) -> None:
+def _check_states(model: PreTrainedModel) -> None:
     """Raises ModelRefused. What has a convolution over tokens keeps a state; gated delta nets' is ours to keep."""
     model_type, nets = model.config.model_type, find_delta_nets(model)
     known = {id(child) for net in nets.values() for child in net.modules()}
@@ -362,8 +362,6 @@ def _check_states(model: PreTrainedModel, group: RankGroup | None) -> None:
             f"{model_type}: {path} keeps a state beside keys and values, from token to token, "
             "which is not served (recurrent layers that are no gated delta nets)"
         )
-    if nets and group is not None:
-        raise ModelRefused(f"{model_type}: recurrent layers: not with --tensor-parallel yet")
 
 
 def model_config(path: str, quantization: Quantization, device: str) -> PretrainedConfig:

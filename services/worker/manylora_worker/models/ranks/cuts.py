@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.quantized.install import ShippedCodes
+from manylora_worker.models.ranks.delta_cuts import cut_delta_nets, delta_outputs
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.weights.layout import ALIGNMENT
 
@@ -27,6 +28,7 @@ SHARED_FAMILIES = frozenset(
     {
         *("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
         *("granite", "smollm3", "exaone4", "seed_oss", "phi3", "qwen3_moe"),
+        *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
     }
 )
 _QUERIES, _KEYS, _WIDTH = _COUNTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -35,8 +37,10 @@ _BY_OUTPUTS: Mapping[str, Sequence[str]] = {
     "q_proj": (_QUERIES,), "k_proj": (_KEYS,), "v_proj": (_KEYS,), "qkv_proj": (_QUERIES, _KEYS, _KEYS),
     "gate_proj": (_WIDTH,), "up_proj": (_WIDTH,), "gate_up_proj": (_WIDTH, _WIDTH),
 }  # fmt: skip
-_BY_INPUTS = ("o_proj", "down_proj")
+_BY_INPUTS = ("o_proj", "down_proj", "out_proj")
 _EXPERT_WIDTH = "moe_intermediate_size"
+# of families that have them
+_MORE_COUNTS = ("linear_num_key_heads", "linear_num_value_heads", "shared_expert_intermediate_size")
 
 
 def check_cuts(config: PretrainedConfig, size: int, families: frozenset[str]) -> None:
@@ -47,7 +51,7 @@ def check_cuts(config: PretrainedConfig, size: int, families: frozenset[str]) ->
             f"--tensor-parallel {size}: model_type {text.model_type} is not one that can be shared among ranks "
             f"({', '.join(sorted(families))})"
         )
-    counts = {name: getattr(text, name) for name in _COUNTS}
+    counts = {name: getattr(text, name, None) or 0 for name in (*_COUNTS, *_MORE_COUNTS)}
     odd = [f"{name} {count}" for name, count in counts.items() if count % size]
     width = getattr(text, _EXPERT_WIDTH, 0)
     if width % (size * ALIGNMENT):  # an adapter's matrices of experts stand one behind the other
@@ -58,12 +62,15 @@ def check_cuts(config: PretrainedConfig, size: int, families: frozenset[str]) ->
 
 def own_outputs(path: str, outputs: int, config: PretrainedConfig, group: RankGroup) -> tuple[range, ...]:
     """Which of the outputs of a layer this rank has, part by part."""
+    of_delta = delta_outputs(path, config, group.rank, group.size)
+    if of_delta:
+        return of_delta
     names = _BY_OUTPUTS.get(path.rpartition(".")[2])
     return (range(outputs),) if names is None else tuple(_own_parts(names, outputs, config.get_text_config(), group))
 
 
 def _own_parts(names: Sequence[str], outputs: int, text: PretrainedConfig, group: RankGroup) -> Iterator[range]:
-    counts = [getattr(text, name) for name in names]
+    counts = [getattr(text, name, 1) for name in names]  # some mixtures have experts' width alone
     first = 0
     for count in counts:
         part = outputs * count // sum(counts)
@@ -79,6 +86,7 @@ def is_summed(path: str) -> bool:
 
 def cut_linears(model: PreTrainedModel, group: RankGroup) -> None:
     """Leaves this rank's share of every linear layer but the head, and of experts. Works on meta tensors."""
+    cut_delta_nets(model, group.rank, group.size)
     for path, module in model.named_modules():
         leaf = path.rpartition(".")[2]
         if hasattr(module, "qkv_proj"):  # it takes the product apart by these
