@@ -154,10 +154,11 @@ _QWEN35 = {
     },
 }  # fmt: skip
 _FEW_EXPERTS = {
-    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 56,
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
 
+_WIDE = {"linear_num_value_heads": 16, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64}
 _QWEN35_DENSE = {
     **_SHAPE, **_QWEN35, "num_hidden_layers": 5,
     "layer_types": [*["full_attention"] * 2, "linear_attention", "full_attention", "linear_attention"],
@@ -166,11 +167,15 @@ _QWEN35_DENSE = {
 # layers that keep a state beside one that attends: a sequence's state takes two blocks of four tokens and more
 RECURRENT: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3_5_text": lambda: Qwen3_5TextConfig(**_QWEN35_DENSE),
-    # of whose heads kernels compute two ranks' shares
-    "qwen3_5_wide": lambda: Qwen3_5TextConfig(**{**_QWEN35_DENSE, "linear_num_value_heads": 16}),
     "qwen3_5_moe_text": lambda: Qwen3_5MoeTextConfig(**_SHAPE, **_QWEN35, **_FEW_EXPERTS),
     "qwen3_next": lambda: Qwen3NextConfig(
         **_SHAPE, **_DELTA_NETS, **_FEW_EXPERTS, norm_topk_prob=True, mlp_only_layers=[2], partial_rotary_factor=0.5,
+    ),
+    # of whose heads and experts kernels compute two ranks' shares
+    "qwen3_5_wide": lambda: Qwen3_5TextConfig(**{**_QWEN35_DENSE, "linear_num_value_heads": 16}),
+    "qwen3_5_moe_wide": lambda: Qwen3_5MoeTextConfig(**{**_SHAPE, **_QWEN35, **_FEW_EXPERTS, **_WIDE}),
+    "qwen3_next_wide": lambda: Qwen3NextConfig(
+        **{**_SHAPE, **_DELTA_NETS, **_FEW_EXPERTS, **_WIDE}, mlp_only_layers=[2], partial_rotary_factor=0.5
     ),
 }  # fmt: skip
 

@@ -38,9 +38,9 @@ _BY_OUTPUTS: Mapping[str, Sequence[str]] = {
     "gate_proj": (_WIDTH,), "up_proj": (_WIDTH,), "gate_up_proj": (_WIDTH, _WIDTH),
 }  # fmt: skip
 _BY_INPUTS = ("o_proj", "down_proj", "out_proj")
-_EXPERT_WIDTH = "moe_intermediate_size"
 # of families that have them
-_MORE_COUNTS = ("linear_num_key_heads", "linear_num_value_heads", "shared_expert_intermediate_size")
+_EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
+_DELTA_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 
 
 def check_cuts(config: PretrainedConfig, size: int, families: frozenset[str]) -> None:
@@ -51,11 +51,12 @@ def check_cuts(config: PretrainedConfig, size: int, families: frozenset[str]) ->
             f"--tensor-parallel {size}: model_type {text.model_type} is not one that can be shared among ranks "
             f"({', '.join(sorted(families))})"
         )
-    counts = {name: getattr(text, name, None) or 0 for name in (*_COUNTS, *_MORE_COUNTS)}
+    counts = {name: getattr(text, name, None) or 0 for name in (*_COUNTS, *_DELTA_HEADS)}
     odd = [f"{name} {count}" for name, count in counts.items() if count % size]
-    width = getattr(text, _EXPERT_WIDTH, 0)
-    if width % (size * ALIGNMENT):  # an adapter's matrices of experts stand one behind the other
-        odd.append(f"{_EXPERT_WIDTH} {width} into multiples of {ALIGNMENT}")
+    for name in _EXPERT_WIDTHS:
+        width = getattr(text, name, 0)
+        if width % (size * ALIGNMENT):  # an adapter's matrices of experts stand one behind the other
+            odd.append(f"{name} {width} into multiples of {ALIGNMENT}")
     if odd:
         raise ModelRefused(f"--tensor-parallel {size}: does not divide {' and '.join(odd)}")
 
