@@ -205,6 +205,10 @@ UNLIKE: dict[str, Callable[[], PretrainedConfig]] = {
         **_GEMMA4, hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1,
         layer_types=["sliding_attention", "full_attention", "full_attention"],
     ),
+    "gemma4_shared": lambda: Gemma4TextConfig(
+        **{**_GEMMA4, "num_key_value_heads": 4}, hidden_size_per_layer_input=0, attention_k_eq_v=True,
+        num_global_key_value_heads=2, layer_types=["sliding_attention", "full_attention", "full_attention"],
+    ),
     # as 26B-A4B
     "gemma4_moe": lambda: Gemma4TextConfig(
         **_GEMMA4, hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1,

@@ -28,7 +28,7 @@ SHARED_FAMILIES = frozenset(
     {
         *("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
         *("granite", "smollm3", "exaone4", "seed_oss", "phi3", "qwen3_moe"),
-        *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
+        *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gemma4_text"),
     }
 )
 _QUERIES, _KEYS, _WIDTH = _COUNTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -51,10 +51,13 @@ def check_cuts(config: PretrainedConfig, size: int, families: frozenset[str]) ->
             f"--tensor-parallel {size}: model_type {text.model_type} is not one that can be shared among ranks "
             f"({', '.join(sorted(families))})"
         )
-    counts = {name: getattr(text, name, None) or 0 for name in (*_COUNTS, *_DELTA_HEADS)}
-    odd = [f"{name} {count}" for name, count in counts.items() if count % size]
+    if getattr(text, "enable_moe_block", False):
+        raise ModelRefused(f"--tensor-parallel {size}: {text.model_type}: its mixture of experts cannot be shared")
+    layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
+    counts = [(name, getattr(each, name, None) or 0) for each in layers for name in (*_COUNTS, *_DELTA_HEADS)]
+    odd = list(dict.fromkeys(f"{name} {count}" for name, count in counts if count % size))
     for name in _EXPERT_WIDTHS:
-        width = getattr(text, name, 0)
+        width = vars(text).get(name) or 0
         if width % (size * ALIGNMENT):  # an adapter's matrices of experts stand one behind the other
             odd.append(f"{name} {width} into multiples of {ALIGNMENT}")
     if odd:
@@ -71,7 +74,8 @@ def own_outputs(path: str, outputs: int, config: PretrainedConfig, group: RankGr
 
 
 def _own_parts(names: Sequence[str], outputs: int, text: PretrainedConfig, group: RankGroup) -> Iterator[range]:
-    counts = [getattr(text, name, 1) for name in names]  # some mixtures have experts' width alone
+    # Some mixtures have experts' width alone; and transformers gives no number by which layers differ.
+    counts = [vars(text).get(name, 1) for name in names]
     first = 0
     for count in counts:
         part = outputs * count // sum(counts)
