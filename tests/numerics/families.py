@@ -163,15 +163,24 @@ _FEW_EXPERTS = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
 
+_WIDE = {"linear_num_value_heads": 16, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64}
+_QWEN35_DENSE = {
+    **_SHAPE, **_QWEN35, "num_hidden_layers": 5,
+    "layer_types": [*["full_attention"] * 2, "linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+
 # layers that keep a state beside one that attends: a sequence's state takes two blocks of four tokens and more
 RECURRENT: dict[str, Callable[[], PretrainedConfig]] = {
-    "qwen3_5_text": lambda: Qwen3_5TextConfig(
-        **{**_SHAPE, "num_hidden_layers": 5}, **_QWEN35,
-        layer_types=[*["full_attention"] * 2, "linear_attention", "full_attention", "linear_attention"],
-    ),
+    "qwen3_5_text": lambda: Qwen3_5TextConfig(**_QWEN35_DENSE),
     "qwen3_5_moe_text": lambda: Qwen3_5MoeTextConfig(**_SHAPE, **_QWEN35, **_FEW_EXPERTS),
     "qwen3_next": lambda: Qwen3NextConfig(
         **_SHAPE, **_DELTA_NETS, **_FEW_EXPERTS, norm_topk_prob=True, mlp_only_layers=[2], partial_rotary_factor=0.5,
+    ),
+    # of whose heads and experts kernels compute two ranks' shares
+    "qwen3_5_wide": lambda: Qwen3_5TextConfig(**{**_QWEN35_DENSE, "linear_num_value_heads": 16}),
+    "qwen3_5_moe_wide": lambda: Qwen3_5MoeTextConfig(**{**_SHAPE, **_QWEN35, **_FEW_EXPERTS, **_WIDE}),
+    "qwen3_next_wide": lambda: Qwen3NextConfig(
+        **{**_SHAPE, **_DELTA_NETS, **_FEW_EXPERTS, **_WIDE}, mlp_only_layers=[2], partial_rotary_factor=0.5
     ),
 }  # fmt: skip
 
@@ -200,6 +209,10 @@ UNLIKE: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma4_wide": lambda: Gemma4TextConfig(
         **_GEMMA4, hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1,
         layer_types=["sliding_attention", "full_attention", "full_attention"],
+    ),
+    "gemma4_shared": lambda: Gemma4TextConfig(
+        **{**_GEMMA4, "num_key_value_heads": 4}, hidden_size_per_layer_input=0, attention_k_eq_v=True,
+        num_global_key_value_heads=2, layer_types=["sliding_attention", "full_attention", "full_attention"],
     ),
     # as 26B-A4B
     "gemma4_moe": lambda: Gemma4TextConfig(

@@ -225,8 +225,10 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Write]] = {
 }  # fmt: skip
 
 
-def ship(source: Path, folder: Path, name: str) -> dict[str, Tensor]:
-    """Writes the checkpoint in that format. Returns the weights that it stands for, by name."""
+def ship(source: Path, folder: Path, name: str, leaves: tuple[str, ...] = ("_proj",)) -> dict[str, Tensor]:
+    """Writes the checkpoint in that format. Returns the weights that it stands for, by name. leaves: how the names of
+    layers end that are quantized.
+    """
     stated, write = FORMATS[name]
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -234,7 +236,7 @@ def ship(source: Path, folder: Path, name: str) -> dict[str, Tensor]:
     tensors, stands_for = {}, {}
     for key, tensor in _experts_apart(load_file(source / "model.safetensors")).items():
         path, _, leaf = key.rpartition(".")
-        if not path.endswith("_proj") or leaf != "weight":
+        if not path.endswith(leaves) or leaf != "weight":
             tensors[key] = stands_for[key] = tensor
             continue
         parts, stands_for[key] = write(tensor.float())

@@ -52,7 +52,14 @@ def check_two_ranks(family_of: FamilyOf, name: str, device: str, folder: Path) -
 
 
 @needs_interpreter
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3_text", marks=pytest.mark.wide)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "qwen3_5_wide",
+        *(pytest.param(each, marks=pytest.mark.wide) for each in ("gemma3_text", "gemma4_text", "gemma4_shared")),
+    ],
+)
 def test_two_ranks_in_the_interpreter(
     family_of: FamilyOf, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,9 +14,9 @@ from manylora_worker.models.quantized.int4 import joined as int4_joined
 from manylora_worker.models.ranks.cuts import check_cuts, cut_codes, is_summed, own_outputs
 from manylora_worker.weights.packing import ModuleWeights, Packing, StoredMatrix
 from manylora_worker.weights.sites import Site, Slot
-from transformers import LlamaConfig, Olmo2Config, Qwen3MoeConfig
+from transformers import LlamaConfig, Olmo2Config, Qwen3_5TextConfig, Qwen3MoeConfig
 
-from tests.numerics.families import make_model
+from tests.numerics.families import UNLIKE, make_model
 
 KNOWN = frozenset({"llama"})
 
@@ -30,6 +30,13 @@ def test_what_does_not_divide_is_named_with_its_number() -> None:
         check_cuts(config, 5, KNOWN)
     with pytest.raises(ModelRefused, match="model_type olmo2 is not one"):
         check_cuts(Olmo2Config(), 2, KNOWN)
+    delta = Qwen3_5TextConfig(linear_num_key_heads=6, linear_num_value_heads=12, num_key_value_heads=4)
+    with pytest.raises(ModelRefused, match=r"4: does not divide linear_num_key_heads 6$"):
+        check_cuts(delta, 4, frozenset({"qwen3_5_text"}))
+    with pytest.raises(ModelRefused, match=r"2: does not divide num_key_value_heads 1$"):
+        check_cuts(UNLIKE["gemma4_wide"](), 2, frozenset({"gemma4_text"}))
+    with pytest.raises(ModelRefused, match="2: gemma4_text: its mixture of experts cannot be shared"):
+        check_cuts(UNLIKE["gemma4_moe"](), 2, frozenset({"gemma4_text"}))
     mixture = Qwen3MoeConfig(num_attention_heads=4, num_key_value_heads=4, moe_intermediate_size=40)
     with pytest.raises(ModelRefused, match=r"2: does not divide moe_intermediate_size 40 into multiples of 8$"):
         check_cuts(mixture, 2, frozenset({"qwen3_moe"}))
@@ -38,6 +45,7 @@ def test_what_does_not_divide_is_named_with_its_number() -> None:
 def test_only_layers_that_write_the_residual_stream_are_summed() -> None:
     assert is_summed("model.layers.0.self_attn.o_proj")
     assert is_summed("model.layers.0.mlp.down_proj")
+    assert is_summed("model.layers.0.linear_attn.out_proj")
     assert not is_summed("model.layers.0.mlp.up_proj")
 
 

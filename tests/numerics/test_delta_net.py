@@ -18,9 +18,8 @@ from manylora_worker.models.build import _planner, build_engine
 from manylora_worker.models.checkpoint import ModelRefused, Quantization
 from manylora_worker.models.layers.delta_net import find_delta_nets
 from manylora_worker.models.layers.lora_linear import LoraLinear
-from manylora_worker.models.loader import _check_states, load_model
+from manylora_worker.models.loader import load_model
 from manylora_worker.models.quantized.linear import QuantizedLinear
-from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.models.torch.eager_check import check_against_eager
 from manylora_worker.weights.coverage import coverage_of
 from manylora_worker.weights.source import read_adapter
@@ -194,13 +193,6 @@ def test_beside_experts(name: str, tmp_path: Path) -> None:
     check_mixed_batch(mixture, tolerance=5e-4)
     narrow = load_model(str(mixture.folder), dtype=torch.bfloat16)
     check_against_eager(narrow, _planner(narrow))
-
-
-def test_what_is_not_there_yet_is_refused_by_name(family_of: FamilyOf) -> None:
-    model = family_of(FAMILY).loaded.model
-    group: Any = object.__new__(RankGroup)
-    with pytest.raises(ModelRefused, match="recurrent layers: not with --tensor-parallel yet"):
-        _check_states(model, group)
 
 
 def test_a_guess_is_not_computed(family_of: FamilyOf) -> None:

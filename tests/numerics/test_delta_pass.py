@@ -18,7 +18,13 @@ from manylora_worker.models import loader
 from manylora_worker.models.layers.attention import ATTENTION, register_attention
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.planning.step_planner import PlannerLimits
-from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+)
 
 from tests.numerics.adapters import Reference, save_adapter
 from tests.numerics.driver import GREEDY, Driver, Stream, prompts
@@ -29,6 +35,7 @@ from manylora_worker.models.cuda.runner import DeviceLimits, DeviceModelRunner
 from manylora_worker.models.torch.decoder import trusted_weights
 
 from tests.numerics.interpreter import needs_interpreter
+from tests.numerics.mixtures import OWN_PATTERNS
 from tests.numerics.test_cuda_runner import put_device_adapter, random_adapter, rehearse
 
 pytestmark = pytest.mark.kernels
@@ -45,16 +52,19 @@ SMALL = {
 }  # fmt: skip
 
 
+FEW_EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
+}  # fmt: skip
 MODELS = {
     "dense": lambda: Qwen3_5TextConfig(**SMALL),
-    "mixture": lambda: Qwen3_5MoeTextConfig(
-        **SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=24
-    ),
+    "mixture": lambda: Qwen3_5MoeTextConfig(**SMALL, **FEW_EXPERTS),
+    "next": lambda: Qwen3NextConfig(**{**SMALL, "rope_parameters": None}, **FEW_EXPERTS, partial_rotary_factor=0.5),
 }
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("kind", "has_graphs"), [("dense", False), ("dense", True), ("mixture", True)])
+@OWN_PATTERNS
+@pytest.mark.parametrize(("kind", "has_graphs"), [("dense", False), ("dense", True), ("mixture", True), ("next", True)])
 def test_the_core_in_the_interpreter(
     kind: str, has_graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,8 +83,9 @@ def test_the_core_in_the_interpreter(
     weights = trusted_weights(loaded)
     assert weights is not None
     assert weights.has_kernels
-    cache = KvCache(loaded.spec.kv, num_blocks=200, block_size=40, dtype=loaded.dtype, device=loaded.device)
-    limits = DeviceLimits(max_rows=16, max_sequences=4, adapter_slots=2, max_rank=32)
+    block_size = 64 if kind == "next" else 40  # 16 ranks of its widest layer fit in a block
+    cache = KvCache(loaded.spec.kv, num_blocks=200, block_size=block_size, dtype=loaded.dtype, device=loaded.device)
+    limits = DeviceLimits(max_rows=16, max_sequences=4, adapter_slots=2, max_rank=64)
     runner = DeviceModelRunner(loaded, weights, cache, limits, num_kv_blocks=100)
     assert runner.state_blocks > 0
     if has_graphs:
@@ -105,16 +116,28 @@ def test_the_core_in_the_interpreter(
         assert got[str(i)] == reference.greedy(prompt, name, 5), name
 
 
+WIDE = {
+    "vocab_size": 32000, "num_hidden_layers": 4, "num_attention_heads": 16, "head_dim": 256,
+    "max_position_embeddings": 2048, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "tie_word_embeddings": False,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+}  # fmt: skip
+
+
 @pytest.mark.gpu
-def test_layers_of_a_real_shape_in_bfloat16() -> None:
-    """As wide as Qwen3.5-9B's: prompts in chunks beside decodes in graphs, rows of four adapters, against the same
-    layers in float32 without and with those adapters in their weights. Tokens are given."""
-    config = Qwen3_5TextConfig(
-        vocab_size=32000, hidden_size=4096, intermediate_size=12288, num_hidden_layers=4, num_attention_heads=16,
-        num_key_value_heads=4, head_dim=256, max_position_embeddings=2048, linear_num_key_heads=16,
-        linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128, tie_word_embeddings=False,
-        layer_types=[*["linear_attention"] * 3, "full_attention"],
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen3_5TextConfig(**WIDE, hidden_size=4096, intermediate_size=12288, num_key_value_heads=4),
+        Qwen3NextConfig(
+            **WIDE, hidden_size=2048, intermediate_size=5120, num_key_value_heads=2, mlp_only_layers=list(range(4))
+        ),
+    ],
+    ids=["qwen3.5-9b", "qwen3-next without experts"],
+)
+def test_layers_of_a_real_shape_in_bfloat16(config: PretrainedConfig) -> None:
+    """Prompts in chunks beside decodes in graphs, rows of four adapters, against the same layers in float32 without and
+    with those adapters in their weights. Tokens are given."""
     torch.manual_seed(0)
     register_attention()
     with torch.device("cuda"):
@@ -176,5 +199,7 @@ def merge(exact: torch.nn.Module, runner: DeviceModelRunner, uid: str) -> None:
         if weights is None:
             continue
         for own in weights.slots:
+            slot = site.slots[own.slot]
+            rows = [row for each in slot.outputs or (range(slot.stop - slot.start),) for row in each]
             change = weights.a_t[:, own.start : own.stop].float() @ own.b.float()
-            exact.get_submodule(site.slots[own.slot].path).weight.data += change.T
+            exact.get_submodule(slot.path).weight.data[rows] += change.T

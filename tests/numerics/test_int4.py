@@ -48,9 +48,18 @@ def test_an_engine_equals_the_weights_that_were_shipped(family_of: FamilyOf, tmp
     check_with_adapter(loaded, reference, family.adapters["all-linear"], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["awq-16", pytest.param("gptq-sym", marks=pytest.mark.wide)])
-def test_two_ranks_have_the_weights_of_one(family_of: FamilyOf, tmp_path: Path, name: str) -> None:
-    family = shipped_family(family_of("llama"), tmp_path / "tiny-llama", name)
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("llama", "awq-16"),
+        *(
+            pytest.param(*each, marks=pytest.mark.wide)
+            for each in [("llama", "gptq-sym"), ("qwen3_5_wide", "gptq-sym")]
+        ),
+    ],
+)
+def test_two_ranks_have_the_weights_of_one(family_of: FamilyOf, tmp_path: Path, model: str, name: str) -> None:
+    family = shipped_family(family_of(model), tmp_path / f"tiny-{model}", name)
     check_logprobs(family, tmp_path, "cpu", 1e-3, quantization="int4")
 
 

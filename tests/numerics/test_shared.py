@@ -13,20 +13,31 @@ from manylora_worker.models.ranks.shared import SharedBackend, SharedRunner
 
 from tests.numerics.conftest import KV_IN_FP8, FamilyOf
 from tests.numerics.mixtures import OWN_PATTERNS
-from tests.numerics.two_ranks import SHARED_FAMILIES, check_fight, check_logprobs, mixture_family, shared_by_two
+from tests.numerics.two_ranks import (
+    SHARED_FAMILIES,
+    SHARED_MIXTURES,
+    check_fight,
+    check_logprobs,
+    mixture_family,
+    shared_by_two,
+    tolerance_of,
+)
 
-ORDINARY = ("llama", "phi3")
+ORDINARY = ("llama", "phi3", "qwen3_5_text")
 EACH = [pytest.param(name, marks=() if name in ORDINARY else pytest.mark.wide) for name in SHARED_FAMILIES]
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_logprobs_are_the_references(family_of: FamilyOf, name: str, tmp_path: Path) -> None:
-    check_logprobs(family_of(name), tmp_path, "cpu", 1e-4)
+    check_logprobs(family_of(name), tmp_path, "cpu", tolerance_of(name))
 
 
 @OWN_PATTERNS
-def test_logprobs_of_a_mixture_are_the_references(tmp_path: Path) -> None:
-    check_logprobs(mixture_family(tmp_path / "made"), tmp_path, "cpu", 1e-4)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "qwen3_moe" else pytest.mark.wide) for name in SHARED_MIXTURES]
+)
+def test_logprobs_of_a_mixture_are_the_references(name: str, tmp_path: Path) -> None:
+    check_logprobs(mixture_family(tmp_path / "made", name), tmp_path, "cpu", tolerance_of(name))
 
 
 def test_logprobs_of_kv_in_fp8(family_of: FamilyOf, tmp_path: Path) -> None:
@@ -34,7 +45,7 @@ def test_logprobs_of_kv_in_fp8(family_of: FamilyOf, tmp_path: Path) -> None:
     check_logprobs(family_of("qwen2" + KV_IN_FP8), tmp_path, "cpu", 0.05)
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text", pytest.param("gemma2", marks=pytest.mark.wide)])
 def test_outputs_are_the_references_whatever_befalls(family_of: FamilyOf, name: str, tmp_path: Path) -> None:
     check_fight(family_of(name), tmp_path, "cpu")
 

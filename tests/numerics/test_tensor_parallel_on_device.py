@@ -25,7 +25,14 @@ from tests.numerics.conftest import KV_IN_FP8, Family, FamilyOf
 from tests.numerics.families import VOCAB_SIZE
 from tests.numerics.mixtures import OWN_PATTERNS
 from tests.numerics.quantizing import shipped_family
-from tests.numerics.two_ranks import SHARED_FAMILIES, check_fight, check_logprobs, mixture_family, shared_by_two
+from tests.numerics.two_ranks import (
+    SHARED_FAMILIES,
+    SHARED_MIXTURES,
+    check_fight,
+    check_logprobs,
+    mixture_family,
+    shared_by_two,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,8 +46,9 @@ def test_logprobs_are_the_references(family_of: FamilyOf, name: str, tmp_path: P
 
 
 @OWN_PATTERNS
-def test_logprobs_of_a_mixture_are_the_references(tmp_path: Path) -> None:
-    check_logprobs(mixture_family(tmp_path / "made"), tmp_path, "cuda", 1e-3)
+@pytest.mark.parametrize("name", SHARED_MIXTURES)
+def test_logprobs_of_a_mixture_are_the_references(name: str, tmp_path: Path) -> None:
+    check_logprobs(mixture_family(tmp_path / "made", name), tmp_path, "cuda", 1e-3)
 
 
 @OWN_PATTERNS
@@ -53,7 +61,7 @@ def test_logprobs_of_kv_in_fp8(family_of: FamilyOf, tmp_path: Path) -> None:
     check_logprobs(family_of("llama" + KV_IN_FP8), tmp_path, "cuda", FP8_SLACK, block_size=64)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5_text"])
 def test_outputs_are_the_references_whatever_befalls(family_of: FamilyOf, name: str, tmp_path: Path) -> None:
     check_fight(family_of(name), tmp_path, "cuda")
 

@@ -15,7 +15,7 @@ from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
 from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.config import WorkerConfig
 from manylora_worker.engine.core import EngineCore, EngineLimits
-from manylora_worker.kinds.api import EngineRequest, FinishReason, Sampling
+from manylora_worker.kinds.api import EngineRequest, FinishReason, Sampling, state_blocks_of
 from manylora_worker.memory.prefix_cache import PrefixKeys, PrefixOptions
 from manylora_worker.models.build import build_engine
 from manylora_worker.models.checkpoint import Quantization
@@ -27,13 +27,22 @@ from manylora_worker.planning.step_planner import PlannerLimits
 from tests.numerics.adapters import Reference
 from tests.numerics.conftest import Family
 from tests.numerics.driver import composed
-from tests.numerics.families import FAMILIES, VOCAB_SIZE
+from tests.numerics.families import FAMILIES, RECURRENT, VOCAB_SIZE
 from tests.numerics.mixtures import make_mixture
 from tests.numerics.test_swaps_against_peft import NUM_BLOCKS, asked, fight
 
-SHARED_FAMILIES = tuple(sorted(cuts.SHARED_FAMILIES & FAMILIES.keys()))
+SHARED_MIXTURES = ("qwen3_moe", "qwen3_5_moe_wide", "qwen3_next_wide")
+SHARED_FAMILIES = (
+    *sorted(cuts.SHARED_FAMILIES & FAMILIES.keys()),
+    *("qwen3_5_text", "qwen3_5_wide", "gemma4_text", "gemma4_shared"),
+)
 MAX_TOKENS = 12
 TOP = 8
+
+
+def tolerance_of(name: str) -> float:
+    """On the CPU. A state adds up what sums in another order are off by, on one rank as on two."""
+    return 5e-4 if name in RECURRENT else 1e-4
 
 
 class _Apart(Reference):
@@ -49,9 +58,11 @@ class _Apart(Reference):
         return self._references[adapter].allows(token_ids, adapter, answer)
 
 
-def mixture_family(parent: Path, *, shipped: str = "", quantization: Quantization = "none") -> Family:
-    made = make_mixture(parent, shipped=shipped, quantization=quantization)
-    return Family("qwen3_moe", made.folder, dict(made.adapters), made.loaded, _Apart(made.references))
+def mixture_family(
+    parent: Path, name: str = "qwen3_moe", *, shipped: str = "", quantization: Quantization = "none"
+) -> Family:
+    made = make_mixture(parent, name, shipped=shipped, quantization=quantization)
+    return Family(name, made.folder, dict(made.adapters), made.loaded, _Apart(made.references))
 
 
 @contextmanager
@@ -81,7 +92,9 @@ def check_fight(family: Family, store: Path, device: str) -> None:
             AdapterCacheLimits(host_bytes=1 << 30, device_bytes=adapter_bytes),
             max_requests=64,
         )
-        prefix = PrefixOptions(PrefixKeys(bytes(32), "model"), 0.5)
+        is_recurrent = state_blocks_of(parts.runner) > 0
+        assert is_recurrent == (family.loaded.spec.kv.state is not None)
+        prefix = None if is_recurrent else PrefixOptions(PrefixKeys(bytes(32), "model"), 0.5)
         fight(family, EngineCore(parts.runner, parts.backend, limits, prefix), asked(family, 30, 16), uids)
 
 

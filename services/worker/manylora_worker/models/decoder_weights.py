@@ -15,7 +15,7 @@ import torch
 from manylora_shared.stores.adapter_rope import RopeScaling
 from torch import Tensor, nn
 
-from manylora_worker.models.layers.delta_net import DeltaNet
+from manylora_worker.models.layers.delta_net import DELTA_INPUTS, DeltaNet
 from manylora_worker.models.layers.lora_linear import FusedMember, LoraLinear
 from manylora_worker.models.layers.mixture import LoraExperts, LoraRouter
 from manylora_worker.models.layers.packed_linear import PackedLinear
@@ -113,7 +113,7 @@ class SelfAttention:
 
 @dataclass(frozen=True)
 class GatedDelta:
-    """inputs: None: they are no product of ours, and `net` alone computes the layer."""
+    """inputs: None: they are several products, and `net` alone computes the layer."""
 
     net: DeltaNet
     inputs: Projection | None
@@ -331,7 +331,6 @@ _KNOWN_ATTENTION_PARTS = frozenset(
     {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm", "v_norm", "rotary_emb"}
 )
 _QKV = ("q_proj", "k_proj", "v_proj")
-DELTA_INPUTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 _SHARED_PARTS = frozenset({"shared_expert", "shared_expert_gate"})
 _KNOWN_MLP_PARTS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"})
 
@@ -406,7 +405,8 @@ def _read_delta(layer: nn.Module | None) -> GatedDelta | None:
     net = None if layer is None else layer.forward
     if layer is None or not isinstance(net, DeltaNet):
         return None
-    inputs, out = _fused_projection(layer, "", DELTA_INPUTS), _projection(layer.out_proj)
+    fused = (_fused_projection(layer, "", members) for members in DELTA_INPUTS)
+    inputs, out = next((each for each in fused if each is not None), None), _projection(layer.out_proj)
     return None if out is None else GatedDelta(net, inputs, out)
 
 

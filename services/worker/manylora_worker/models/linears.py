@@ -9,9 +9,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from manylora_worker.models.layers.delta_net import DELTA_INPUTS
 from manylora_worker.models.layers.lora_linear import FusedMember, FusedProjection, LoraLinear, LoraSwitch
 from manylora_worker.models.layers.packed_linear import WORTH_PACKING, PackedLinear
 from manylora_worker.models.ranks.cuts import is_summed, own_outputs
+from manylora_worker.models.ranks.delta_cuts import cut_delta_nets, reordered
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.weights.sites import Site, Slot
 
@@ -23,7 +25,7 @@ _FUSED: Mapping[str, Sequence[Sequence[str]]] = {
     "self_attn": (("q_proj", "k_proj", "v_proj"), ("q_proj", "k_proj")),
     "mlp": (("gate_proj", "up_proj"),),
     "shared_expert": (("gate_proj", "up_proj"),),
-    "linear_attn": (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba")),
+    "linear_attn": DELTA_INPUTS,
 }
 FUSED_PROJECTIONS: Mapping[str, Mapping[str, Sequence[Sequence[str]]]] = {
     family: _FUSED
@@ -64,11 +66,15 @@ def install_linears(
     group: RankGroup | None,
 ) -> list[Site]:
     # every linear layer except the head becomes a LoraLinear, fused where the table says so
+    if group is None:
+        cut_delta_nets(model)
     heads = head_modules_of(model)
     roles = FUSED_PROJECTIONS.get(model.config.get_text_config().model_type, {}) if fused else {}
 
     def own(path: str) -> tuple[range, ...]:
-        return () if group is None else own_outputs(path, modules[path][1], model.config, group)
+        if group is None:
+            return reordered(path, model.config)
+        return own_outputs(path, modules[path][1], model.config, group)
 
     sites: list[Site] = []
     done: set[str] = set(heads)

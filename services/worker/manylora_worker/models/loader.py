@@ -52,6 +52,7 @@ from manylora_worker.models.quantized.loading import (
 )
 from manylora_worker.models.quantized.schemes import Scheme
 from manylora_worker.models.ranks.cuts import cut_codes, cut_head, cut_linears
+from manylora_worker.models.ranks.delta_cuts import codes_in_order
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.models.rope import base_rope
 from manylora_worker.weights.sites import ExpertShape, Site, Slot, TokenBase, WholeNames
@@ -218,7 +219,9 @@ def load_model(
         folder, config, dtype, place, quantization if quantization != "nf4" or by_bitsandbytes else "none", scheme
     )
     modules = linear_modules(model)
-    if group is not None:
+    if group is None:
+        codes = codes and codes_in_order(codes, model.config)
+    else:
         cut_linears(model, group)
         codes = codes and cut_codes(codes, model.config, group)
         model = model.to(device)
@@ -268,7 +271,7 @@ def prepare_model(
     codes: what the checkpoint has, which fp8 and int4 keep as it is.
     """
     dtype, device = model.dtype, torch.device(model.device)
-    _check_states(model, group)
+    _check_states(model)
     modules = modules or linear_modules(model)
     experts = _experts(model, quantization, group)
     head_modules = head_modules_of(model)
@@ -338,7 +341,7 @@ def _experts(model: PreTrainedModel, quantization: Quantization, group: RankGrou
     return found
 
 
-def _check_states(model: PreTrainedModel, group: RankGroup | None) -> None:
+def _check_states(model: PreTrainedModel) -> None:
     """Raises ModelRefused. What has a convolution over tokens keeps a state; gated delta nets' is ours to keep."""
     model_type, nets = model.config.model_type, find_delta_nets(model)
     known = {id(child) for net in nets.values() for child in net.modules()}
@@ -349,8 +352,6 @@ def _check_states(model: PreTrainedModel, group: RankGroup | None) -> None:
             f"{model_type}: {path} keeps a state beside keys and values, from token to token, "
             "which is not served (recurrent layers that are no gated delta nets)"
         )
-    if nets and group is not None:
-        raise ModelRefused(f"{model_type}: recurrent layers: not with --tensor-parallel yet")
 
 
 def model_config(path: str, quantization: Quantization, device: str) -> PretrainedConfig:

@@ -142,7 +142,11 @@ class Packing:
         placed_vectors = place_vectors(wanted, layout, sites, placed_tokens)
         for vector, found in zip(vectors, placed_vectors, strict=True):
             stored, start, width = vector.stored, found.placed.start, found.placed.columns
-            copies.append(_Copy(stored.dtype, (1, width), (1, 1), stored.first_byte, start, width, vector.scale, False))
+            for outputs in sites[found.site].slots[found.slot].outputs or (range(width),):
+                first_byte = stored.first_byte + outputs.start * stored.dtype.itemsize
+                shape = (1, len(outputs))
+                copies.append(_Copy(stored.dtype, shape, (1, 1), first_byte, start, width, vector.scale, False))
+                start += len(outputs)
         return cls(config, layout, dtype, copies, Extras(rope, placed_tokens, placed_vectors), is_padded)
 
     def pack(self, content: Tensor, uid: AdapterUid, allocate: Callable[[int, torch.dtype], Tensor]) -> HostAdapter:

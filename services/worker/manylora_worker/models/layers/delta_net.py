@@ -21,10 +21,8 @@ from manylora_worker.models.layers.kv_cache import StateGeometry
 from manylora_worker.models.layers.recurrence import LayerStates, StepStates
 
 _COMMON = frozenset({"conv1d", "norm", "out_proj"})
-_PROJECTIONS = (
-    frozenset({"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"}),
-    frozenset({"in_proj_qkvz", "in_proj_ba"}),  # Qwen3-Next
-)
+# of queries, keys, values, gates, beta and decay; the latter Qwen3-Next's, whose rows ranks/delta_cuts.py puts in order
+DELTA_INPUTS = (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba"))
 _CHUNK_RULE = "torch_chunk_gated_delta_rule"
 _CHUNK_TOKENS = 64  # that the rule takes at once
 NORM_EPS = 1e-6  # of queries and keys
@@ -53,7 +51,7 @@ def find_delta_nets(model: nn.Module) -> dict[str, nn.Module]:
     return {
         path: module
         for path, module in model.named_modules()
-        if {name for name, _ in module.named_children()} - _COMMON in _PROJECTIONS
+        if {name for name, _ in module.named_children()} - _COMMON in map(set, DELTA_INPUTS)
         and hasattr(sys.modules[type(module).__module__], _CHUNK_RULE)
     }
 
@@ -165,15 +163,9 @@ def _projected(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tenso
     if not hasattr(layer, "in_proj_qkvz"):
         mixed, z = layer.in_proj_qkv(hidden_states), layer.in_proj_z(hidden_states)
         return mixed, z, layer.in_proj_b(hidden_states), layer.in_proj_a(hidden_states)
-    # by the heads of keys, each with the heads of values that go with it
-    qkvz = layer.in_proj_qkvz(hidden_states).unflatten(1, (layer.num_k_heads, -1))
-    ba = layer.in_proj_ba(hidden_states).unflatten(1, (layer.num_k_heads, -1))
-    width = layer.num_v_heads // layer.num_k_heads * layer.head_v_dim
-    query, key, value, z = (
-        x.flatten(1) for x in qkvz.split_with_sizes((layer.head_k_dim, layer.head_k_dim, width, width), 2)
-    )
-    b, a = (x.flatten(1) for x in ba.chunk(2, 2))
-    return torch.cat((query, key, value), 1), z, b, a
+    mixed, z = layer.in_proj_qkvz(hidden_states).split((layer.conv_dim, layer.value_dim), 1)
+    b, a = layer.in_proj_ba(hidden_states).chunk(2, 1)
+    return mixed, z, b, a
 
 
 def _one_token(matrices: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:

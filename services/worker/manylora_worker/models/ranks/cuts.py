@@ -20,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.quantized.install import ShippedCodes
 from manylora_worker.models.quantized.stacks import QuantizedStack, stacks_in
+from manylora_worker.models.ranks.delta_cuts import cut_delta_nets, delta_outputs
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.weights.layout import ALIGNMENT
 
@@ -28,6 +29,7 @@ SHARED_FAMILIES = frozenset(
     {
         *("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
         *("granite", "smollm3", "exaone4", "seed_oss", "phi3", "qwen3_moe"),
+        *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gemma4_text"),
     }
 )
 _QUERIES, _KEYS, _WIDTH = _COUNTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -36,8 +38,10 @@ _BY_OUTPUTS: Mapping[str, Sequence[str]] = {
     "q_proj": (_QUERIES,), "k_proj": (_KEYS,), "v_proj": (_KEYS,), "qkv_proj": (_QUERIES, _KEYS, _KEYS),
     "gate_proj": (_WIDTH,), "up_proj": (_WIDTH,), "gate_up_proj": (_WIDTH, _WIDTH),
 }  # fmt: skip
-_BY_INPUTS = ("o_proj", "down_proj")
-_EXPERT_WIDTH = "moe_intermediate_size"
+_BY_INPUTS = ("o_proj", "down_proj", "out_proj")
+# of families that have them
+_EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
+_DELTA_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 
 
 def check_cuts(config: PretrainedConfig, size: int, families: frozenset[str]) -> None:
@@ -48,23 +52,31 @@ def check_cuts(config: PretrainedConfig, size: int, families: frozenset[str]) ->
             f"--tensor-parallel {size}: model_type {text.model_type} is not one that can be shared among ranks "
             f"({', '.join(sorted(families))})"
         )
-    counts = {name: getattr(text, name) for name in _COUNTS}
-    odd = [f"{name} {count}" for name, count in counts.items() if count % size]
-    width = getattr(text, _EXPERT_WIDTH, 0)
-    if width % (size * ALIGNMENT):  # an adapter's matrices of experts stand one behind the other
-        odd.append(f"{_EXPERT_WIDTH} {width} into multiples of {ALIGNMENT}")
+    if getattr(text, "enable_moe_block", False):
+        raise ModelRefused(f"--tensor-parallel {size}: {text.model_type}: its mixture of experts cannot be shared")
+    layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
+    counts = [(name, getattr(each, name, None) or 0) for each in layers for name in (*_COUNTS, *_DELTA_HEADS)]
+    odd = list(dict.fromkeys(f"{name} {count}" for name, count in counts if count % size))
+    for name in _EXPERT_WIDTHS:
+        width = vars(text).get(name) or 0
+        if width % (size * ALIGNMENT):  # an adapter's matrices of experts stand one behind the other
+            odd.append(f"{name} {width} into multiples of {ALIGNMENT}")
     if odd:
         raise ModelRefused(f"--tensor-parallel {size}: does not divide {' and '.join(odd)}")
 
 
 def own_outputs(path: str, outputs: int, config: PretrainedConfig, group: RankGroup) -> tuple[range, ...]:
     """Which of the outputs of a layer this rank has, part by part."""
+    of_delta = delta_outputs(path, config, group.rank, group.size)
+    if of_delta:
+        return of_delta
     names = _BY_OUTPUTS.get(path.rpartition(".")[2])
     return (range(outputs),) if names is None else tuple(_own_parts(names, outputs, config.get_text_config(), group))
 
 
 def _own_parts(names: Sequence[str], outputs: int, text: PretrainedConfig, group: RankGroup) -> Iterator[range]:
-    counts = [getattr(text, name) for name in names]
+    # Some mixtures have experts' width alone; and transformers gives no number by which layers differ.
+    counts = [vars(text).get(name, 1) for name in names]
     first = 0
     for count in counts:
         part = outputs * count // sum(counts)
@@ -80,6 +92,7 @@ def is_summed(path: str) -> bool:
 
 def cut_linears(model: PreTrainedModel, group: RankGroup) -> None:
     """Leaves this rank's share of every linear layer but the head, and of experts. Works on meta tensors."""
+    cut_delta_nets(model, group.rank, group.size)
     for path, module in model.named_modules():
         leaf = path.rpartition(".")[2]
         if hasattr(module, "qkv_proj"):  # it takes the product apart by these

@@ -25,6 +25,7 @@ from manylora_worker.kinds.api import (
     RunnerLost,
     Sampled,
     StepBatch,
+    state_blocks_of,
 )
 from manylora_worker.models.ranks.followers import Followers
 from manylora_worker.models.ranks.group import RankGroup
@@ -60,7 +61,7 @@ def share(own: ModelRunner, followers: Followers) -> SharedRunner:
 
 
 class SharedRunner:
-    """See api.SwapRunner and api.LosableRunner. own: rank 0's."""
+    """See api.SwapRunner, RecurrentRunner and LosableRunner. own: rank 0's."""
 
     def __init__(self, own: OwnRunner, followers: Followers) -> None:
         self._own = own
@@ -71,6 +72,7 @@ class SharedRunner:
         self.block_size = own.block_size
         self.vocab_size = own.vocab_size
         self.max_context_tokens = own.max_context_tokens
+        self.state_blocks = state_blocks_of(own)
 
     def check(self) -> None:
         self._followers.check()
