@@ -157,7 +157,8 @@ def test_every_code_of_fp8_is_what_it_stands_for(device: str) -> None:
 def test_wgmma_reads_no_codes_out_of_registers() -> None:
     """Compiled for an H100, as the kernel says why, with or without one."""
     program = [sys.executable, "-m", "tests.numerics.compiled"]
-    told = subprocess.run(program, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+    changes = {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    told = subprocess.run(program, env=os.environ | changes, capture_output=True, text=True)
     assert told.returncode == 0, told.stderr[-2000:]
     lines = [line.split(" ", 3) for line in told.stdout.splitlines()]
     assert len(lines) == 12
