@@ -152,7 +152,8 @@ def test_layers_of_a_real_shape_in_bfloat16(config: PretrainedConfig) -> None:
     weights = trusted_weights(loaded)
     assert weights is not None
     assert weights.has_kernels
-    cache = KvCache(loaded.spec.kv, num_blocks=1200, block_size=128, dtype=loaded.dtype, device=loaded.device)
+    block_size = 512 // config.num_key_value_heads  # 16 ranks of its widest layer fit in a block
+    cache = KvCache(loaded.spec.kv, num_blocks=1200, block_size=block_size, dtype=loaded.dtype, device=loaded.device)
     limits = DeviceLimits(max_rows=512, max_sequences=64, adapter_slots=4, max_rank=64)
     runner = DeviceModelRunner(loaded, weights, cache, limits, num_kv_blocks=500)
     adapters = [random_adapter(loaded, rank, index) for index, rank in enumerate((8, 16, 40, 64))]
