@@ -109,6 +109,17 @@ def test_kv_in_fp8_is_not_planned_where_workers_refuse_it() -> None:
         with_fp8_kv(old)
 
 
+def test_a_hybrid_finds_no_prefix_again() -> None:
+    """A prompt that is cached elsewhere is computed whole, and the document says what a state takes."""
+    curve = find_curve(packaged_curves(), GPUS["H100"], SHAPES["qwen3.5-9b"])
+    base = traffic()
+    cached = replace(base, requests=[replace(r, cached_tokens=r.prompt_tokens - 1) for r in base.requests])
+    plans = [document_of(plan(each, curve, Wanted(slots=64, workers=1))) for each in (base, cached)]
+    assert plans[0] == plans[1]
+    assert plans[0]["arena"]["state_tokens"] == curve.shape.state_tokens
+    assert f"a sequence's state takes {curve.shape.state_tokens:,} tokens" in shown(plans[0])
+
+
 def test_a_model_that_does_not_fit_is_refused() -> None:
     large = find_curve(packaged_curves(), GPUS["H100"], SHAPES["llama-70b"])
     with pytest.raises(CannotPlan, match=r"llama-70b: its weights take 131 GiB, and one H100 has 79"):

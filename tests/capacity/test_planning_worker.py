@@ -70,3 +70,20 @@ def test_an_adapter_is_loaded_once_and_the_least_recent_makes_room() -> None:
         worker.end(now)
     assert (worker.loads, worker.file_loads, worker.evictions, gone) == (3, 3, 1, ["b"])
     assert now > 3 * 84 / CURVE.load_host_mb_s
+
+
+def test_a_state_takes_its_part_of_the_kv() -> None:
+    """Room for one of two sequences: the second waits until the first has ended."""
+    curve = find_curve(packaged_curves(), GPUS["H100"], SHAPES["qwen3.5-9b"])
+    state_tokens = curve.shape.state_tokens
+    assert state_tokens > 1000
+    worker = Worker(curve, WorkerSettings(4, 2 * state_tokens + 47, 0), lambda adapter, is_there: None)
+    both = [request(8, 16), request(8, 16)]
+    for running in both:
+        worker.add(running, 0.0)
+    now = 0.0
+    while (seconds := worker.begin(now, now)) is not None:
+        now += seconds
+        worker.end(now)
+    assert worker.peak_kv == state_tokens + 24
+    assert both[0].ended_at < both[1].first_at
