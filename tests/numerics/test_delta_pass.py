@@ -4,7 +4,6 @@ transformers + peft; in Triton's interpreter a model of two layers, on a GPU lay
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.kinds.api import EngineRequest, StepBatch
 from manylora_worker.models import loader
-from manylora_worker.models.layers.attention import ATTENTION, register_attention
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.planning.step_planner import PlannerLimits
 from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
@@ -29,7 +27,7 @@ from manylora_worker.models.cuda.runner import DeviceLimits, DeviceModelRunner
 from manylora_worker.models.torch.decoder import trusted_weights
 
 from tests.numerics.interpreter import needs_interpreter
-from tests.numerics.test_cuda_runner import put_device_adapter, random_adapter, rehearse
+from tests.numerics.test_cuda_runner import put_device_adapter, random_adapter, real_pair, rehearse
 
 pytestmark = pytest.mark.kernels
 
@@ -115,15 +113,7 @@ def test_layers_of_a_real_shape_in_bfloat16() -> None:
         linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128, tie_word_embeddings=False,
         layer_types=[*["linear_attention"] * 3, "full_attention"],
     )  # fmt: skip
-    torch.manual_seed(0)
-    register_attention()
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation=ATTENTION
-        ).eval()
-        exact = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=torch.float32, attn_implementation="sdpa"
-        ).eval()
+    model, exact = real_pair(config)
     exact.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
     loaded = loader.prepare_model(model.requires_grad_(False), name="wide")
     weights = trusted_weights(loaded)

@@ -74,7 +74,7 @@ class Flight(NamedTuple):
 
     @property
     def num_plain(self) -> int:
-        """Sequences, where they are few, and none has guesses or comes behind some; else 0."""
+        """Sequences, where few are there and none guesses; else 0."""
         num_parts = len(self.parts)
         is_plain = num_parts <= MOST_SPECULATING and all(part.turn is Turn.PLAIN for part in self.parts)
         return num_parts if is_plain else 0

@@ -1,8 +1,7 @@
-"""Whether a sequence's guesses pay, and how many a step has. Pure: StepPlanner asks, EngineCore tells what steps took.
+"""Whether a sequence's guesses pay, and how many a step has. Pure."""
 
-Everything is counted in *plain steps*, those without guesses: what a step with guesses took less what it drew is lost.
-A *trial* may lose a little. A flow then owes tokens without guesses for all that it has lost, before the next one.
-"""
+# Everything is counted in *plain steps*, those without guesses: what a step with guesses took less what it drew is
+# lost. A *trial* may lose a little. A flow then owes tokens without guesses for all that it has lost, before the next.
 
 from __future__ import annotations
 
@@ -27,8 +26,6 @@ _LONGEST_TRUSTED = 512
 
 
 class Turn(enum.Enum):
-    """What a sequence's part of a step is."""
-
     PLAIN = "plain"
     GUESSING = "guessing"  # it has guesses, or waited for its last draw to have some
     BEHIND = "behind"  # it comes after such a one, whose draw it had to wait for
@@ -53,12 +50,8 @@ class GuessTimes:
             plain.take(seconds)
 
     def cost(self, num_guesses: int, seconds: float | None, share: float = 0.0) -> float:
-        """In plain steps.
-
-        Args:
-            seconds: from the sequence's last draw to this one's; None: others' prompts were computed meanwhile.
-            share: of the model's time, that a draft model takes for a guess.
-        """
+        """In plain steps. seconds: since the sequence's last draw; None: with others' prompts."""
+        # share: of the model's time, that a draft model takes for a guess
         plain = self._by_rows.get(self.rows)
         plain_s = 0.0 if plain is None else plain.seconds()
         if not plain_s or seconds is None:
@@ -135,7 +128,7 @@ class Guessing:
         self.drawn: tuple[int, float] | None = None  # by EngineCore: its last step, and when that was over
 
     def length(self, rate: float = 0.0) -> int:
-        """Of the next guesses; 0: none. rate: how many of them are right of late, as far as that is known without."""
+        """0: none. rate: of right ones of late, as far as it is known without guessing."""
         allowed = self._times.is_known and (self._is_trying or self._flow.may_try(rate))
         return self._length if allowed else 0
 
@@ -151,7 +144,7 @@ class Guessing:
         self._length = max(self._length, longest) if num_right == num_guesses else num_right + 1
 
     def drew(self, turn: Turn, num_tokens: int, cost: float, rate: float = 0.0, *, catches_up: bool = False) -> None:
-        """cost: see GuessTimes. catches_up: the draft model sees what it missed, for guesses to come."""
+        # catches_up: the draft model sees what it missed, for guesses to come
         if turn is Turn.PLAIN:
             self._flow.drew_plain(num_tokens)
             return

@@ -1,4 +1,4 @@
-"""Which sequences may guess, and what that took. StepPlanner asks it, EngineCore tells it."""
+"""Which sequences may guess. StepPlanner asks, EngineCore tells what steps took."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ _MISSED = 2  # steps from one draw to the next, at most: between them the sequen
 
 
 class Guesses:
-    """draft_share: of the model's time, that a draft model takes for a token; 0: there is none."""
-
     def __init__(self, draft_share: float) -> None:
         self._draft_share = draft_share
         self._times = GuessTimes()
