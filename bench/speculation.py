@@ -26,9 +26,9 @@ from manylora_shared.ids import QosClass, RequestId, TenantId
 from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.config import WorkerConfig
 from manylora_worker.engine.core import EngineCore, EngineLimits
-from manylora_worker.kinds.api import EngineRequest, Sampling
+from manylora_worker.kinds.api import EngineRequest, Sampling, TokenOutput
+from manylora_worker.kinds.guessing import MOST_GUESSES
 from manylora_worker.kinds.sequence import Sequence as EngineSequence
-from manylora_worker.kinds.speculation import MOST_GUESSES
 from manylora_worker.memory.tenant_shares import TenantShare
 from manylora_worker.models.build import build_engine
 from manylora_worker.models.parts import EngineParts
@@ -75,7 +75,7 @@ def run(parts: EngineParts, arguments: argparse.Namespace, *, text: str, specula
     count = 0
     answers: dict[RequestId, list[int]] = {}
     while core.has_work():
-        outputs = core.step(time.perf_counter())
+        outputs = step(core)
         for output in outputs:
             answers.setdefault(output.request_id, []).extend(output.token_ids)
         if outputs and began is None:
@@ -92,6 +92,17 @@ def run(parts: EngineParts, arguments: argparse.Namespace, *, text: str, specula
         stats.generated_tokens / max(1, stats.steps * arguments.rows),
         answers,
     )
+
+
+def step(core: EngineCore) -> list[TokenOutput]:
+    """Each part of it at its own time, as a worker's loop does."""
+    batch = core.begin_step(time.perf_counter())
+    if batch is not None:
+        core.submit(batch, time.perf_counter())
+    if core.must_wait or (batch is None and core.num_in_flight):
+        result = core.wait()
+        core.end_step(result, time.perf_counter())
+    return core.take_outputs()
 
 
 def known(answers: Mapping[RequestId, Sequence[int]]) -> Callable[[EngineSequence, int], Sequence[int] | None]:

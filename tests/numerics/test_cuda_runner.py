@@ -33,6 +33,7 @@ from transformers import (
     LlamaConfig,
     Phi3Config,
     PretrainedConfig,
+    PreTrainedModel,
     Qwen3_5TextConfig,
 )
 
@@ -413,6 +414,20 @@ REAL_SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
 }  # fmt: skip
 
 
+def real_pair(config: PretrainedConfig) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """In bfloat16 for the worker, and in float32 for transformers' own pass, whose weights are to be set."""
+    torch.manual_seed(0)
+    register_attention()
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation=ATTENTION
+        ).eval()
+        exact = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=torch.float32, attn_implementation="sdpa"
+        ).eval()
+    return model, exact
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("shape", "quantization"), [("8B", "none"), ("8B", "fp8"), ("E2B", "none"), ("E2B", "fp8"), ("31B", "none")]
@@ -423,15 +438,7 @@ def test_real_shapes_in_bfloat16(shape: str, quantization: Literal["none", "fp8"
     Decode steps of many sizes, against transformers' own pass in float32 over the same weights and tokens.
     """
     config = REAL_SHAPES[shape]()
-    torch.manual_seed(0)
-    register_attention()
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation=ATTENTION
-        ).eval()
-        exact = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=torch.float32, attn_implementation="sdpa"
-        ).eval()
+    model, exact = real_pair(config)
     for path, norm in model.named_parameters():
         if path.endswith(("q_norm.weight", "k_norm.weight")):
             norm.data.fill_(0.3)  # scores as moderate as a trained model's, where none scales them

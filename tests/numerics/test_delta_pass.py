@@ -4,7 +4,6 @@ transformers + peft; in Triton's interpreter a model of two layers, on a GPU lay
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.kinds.api import EngineRequest, StepBatch
 from manylora_worker.models import loader
-from manylora_worker.models.layers.attention import ATTENTION, register_attention
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.planning.step_planner import PlannerLimits
 from transformers import (
@@ -36,7 +34,7 @@ from manylora_worker.models.torch.decoder import trusted_weights
 
 from tests.numerics.interpreter import needs_interpreter
 from tests.numerics.mixtures import OWN_PATTERNS
-from tests.numerics.test_cuda_runner import put_device_adapter, random_adapter, rehearse
+from tests.numerics.test_cuda_runner import put_device_adapter, random_adapter, real_pair, rehearse
 
 pytestmark = pytest.mark.kernels
 
@@ -138,15 +136,7 @@ WIDE = {
 def test_layers_of_a_real_shape_in_bfloat16(config: PretrainedConfig) -> None:
     """Prompts in chunks beside decodes in graphs, rows of four adapters, against the same layers in float32 without and
     with those adapters in their weights. Tokens are given."""
-    torch.manual_seed(0)
-    register_attention()
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation=ATTENTION
-        ).eval()
-        exact = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=torch.float32, attn_implementation="sdpa"
-        ).eval()
+    model, exact = real_pair(config)
     exact.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
     loaded = loader.prepare_model(model.requires_grad_(False), name="wide")
     weights = trusted_weights(loaded)

@@ -84,7 +84,7 @@ def test_answers_are_those_without(
     family_of: FamilyOf, device: str, name: str, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nothing pauses, so that there are guesses, wrong ones too, in every answer.
-    monkeypatch.setattr("manylora_worker.kinds.drafting._ROW", -9.0)
+    monkeypatch.setattr("manylora_worker.kinds.guessing._FIRST_PRICE", 0.0)
     family = family_of(name)
     more = {"debug_fill_freed": True, "host_kv_mb": 1, "kv_cache_dtype": family.kv_cache_dtype}
     uids = {None: None, **family.put_adapters(tmp_path / "objects")}
@@ -120,7 +120,7 @@ def test_answers_are_those_without(
 def test_swapped_evicted_and_found_ones_go_on_as_without(
     family_of: FamilyOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manylora_worker.kinds.drafting._ROW", -9.0)
+    monkeypatch.setattr("manylora_worker.kinds.guessing._FIRST_PRICE", 0.0)
     family = family_of("llama")
     model = with_words(tmp_path / family.folder.name, family.folder)
     prompts = [tuple(3 + (7 * i + k) % 50 for k in range(40)) for i in (0, 1, 2, 0, 1, 2)]

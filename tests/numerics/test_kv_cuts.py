@@ -26,6 +26,17 @@ def test_new_ones_are_told_at_the_next_look(monkeypatch: pytest.MonkeyPatch, cap
     assert "9 in all" in caplog.text
 
 
+def test_the_rest_is_told_at_the_end(family_of: FamilyOf, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    runner = make_runner(family_of("llama" + KV_IN_FP8).loaded)
+    runner._cache._scales = ((1e-3, 1e-3),) * 3
+    Driver(runner).run([Stream([5, 6, 7, 8])], 3)
+    assert caplog.text == "", "there was no look yet"
+    for _ in range(2):
+        runner.close()
+    assert caplog.text.count("are cut off at the largest code") == 1
+
+
 def test_an_engine_tells_them(
     family_of: FamilyOf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

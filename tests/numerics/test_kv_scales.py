@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from manylora_worker.config import WorkerConfig
 from manylora_worker.models.build import _check_block, build_engine
 from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.layers.fp8_codes import FP8_LARGEST
-from manylora_worker.models.layers.kv_cache import MIB
+from manylora_worker.models.layers.kv_cache import MIB, KvGeometry
 from manylora_worker.models.loader import LoadedModel, load_model
 from manylora_worker.models.torch.kv_scales import with_fp8_kv
 from manylora_worker.models.torch.model_runner import TorchModelRunner
@@ -151,6 +152,21 @@ def test_a_block_that_no_part_of_an_adapter_fits_in_is_refused(family_of: Family
         _check_block(loaded, settings, 16 * token_bytes)
     _check_block(loaded, dataclasses.replace(settings, block_size=32), 32 * token_bytes)
     _check_block(loaded, dataclasses.replace(settings, max_lora_rank=8), 16 * token_bytes)
+
+
+def test_the_refusal_says_the_block_of_gemma_4_e2b(family_of: FamilyOf, tmp_path: Path) -> None:
+    """Of 35 layers 15 write keys and values, each fifth of them wide; feed-forward layers are up to 12,288 wide."""
+    shapes = [(1, 512 if i % 5 == 4 else 256) for i in range(35)]
+    sources = [*range(15), *(14 if i % 5 == 4 else 13 for i in range(15, 35))]
+    kv = dataclasses.replace(KvGeometry.of(shapes, sources), scales=((1.0, 1.0),) * 35)
+    site = SimpleNamespace(experts=0, in_features=1536, slots=[slice(0, 12_288), slice(12_288, 24_576)])
+    loaded: Any = SimpleNamespace(sites=[site], spec=SimpleNamespace(kv=kv), dtype=torch.bfloat16)
+    settings = settings_of(family_of("llama").folder, tmp_path, block_size=16)
+    token_bytes = kv.token_bytes(torch.bfloat16)
+    assert token_bytes == 2 * (12 * 256 + 3 * 512)
+    with pytest.raises(ModelRefused, match=r"--block-size 16: .* up to 393216: set --block-size 64$"):
+        _check_block(loaded, settings, 16 * token_bytes)
+    _check_block(loaded, dataclasses.replace(settings, block_size=64), 64 * token_bytes)
 
 
 def test_keys_that_are_no_numbers_are_refused(family_of: FamilyOf, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def exact(model: Path) -> Exact:
 def all_guess(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few guesses are right."""
     monkeypatch.setattr("manylora_worker.kinds.speculation._WORTH", 0.0)
-    monkeypatch.setattr("manylora_worker.kinds.drafting._ROW", -9.0)
+    monkeypatch.setattr("manylora_worker.kinds.guessing._FIRST_PRICE", 0.0)
 
 
 def answered(

@@ -89,7 +89,7 @@ class DraftingMachine(EngineMachine):
 
 @pytest.fixture
 def nothing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manylora_worker.kinds.drafting._ROW", -9.0)
+    monkeypatch.setattr("manylora_worker.kinds.guessing._FIRST_PRICE", 0.0)
 
 
 @pytest.mark.long

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from collections.abc import Sequence as SequenceOf
 
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 from manylora_shared.ids import QosClass, TenantId
+from manylora_worker.engine.core import EngineCore
 from manylora_worker.kinds.sequence import Sequence
 from manylora_worker.memory.tenant_shares import TenantShare
 
@@ -140,3 +143,56 @@ def test_an_answer_that_repeats_itself_is_guessed_by_lookup() -> None:
         assert tokens == [i % 6 for i in range(200)], request_id
         steps[bool(speculating)] = rig.core.stats().steps
     assert steps[True] < steps[False] / 3
+
+
+HOST_S, DEVICE_S, ROW_S = 0.9, 1.0, 0.05
+
+
+def paced(core: EngineCore) -> tuple[list[int], float]:
+    """One answer's tokens, and what it takes from its first one on where a plain step takes the device a second, and
+    the host nearly one beside it: who waits for a draw has both.
+    """
+    now, free_at, due = 0.0, 0.0, deque[float]()
+    tokens: list[int] = []
+    began = 0.0
+    while core.has_work():
+        now += HOST_S
+        batch = core.begin_step(now)
+        if batch is not None:
+            core.submit(batch, now)
+            num_rows = sum(len(chunk.token_ids) for chunk in batch.chunks)
+            free_at = max(free_at, now) + DEVICE_S + (num_rows - 1) * ROW_S
+            due.append(free_at)
+        if core.must_wait or (batch is None and core.num_in_flight):
+            now = max(now, due.popleft())
+            core.end_step(core.wait(), now)
+        outputs = core.take_outputs()
+        if outputs and not tokens:
+            began = now
+        tokens += [token for output in outputs for token in output.token_ids]
+        core.check_invariants()
+    return tokens, now - began
+
+
+WRONG = [(None, 1.5), (40, 1.5), (6, 0.97), (4, 0.97), (3, 0.97), (2, 0.97)]
+
+
+@pytest.mark.parametrize(("one_wrong_in", "least"), WRONG)
+def test_speculation_gains_where_text_repeats_itself_and_loses_little_where_not(
+    one_wrong_in: int | None, least: float
+) -> None:
+    class Repeating(FaultyAheadRunner):
+        def __init__(self, **options: object) -> None:
+            super().__init__(**options)  # type: ignore[arg-type]
+            rng = random.Random(5)
+            text = [i % 6 if one_wrong_in is None or rng.random() > 1 / one_wrong_in else 6 for i in range(500)]
+            self._draw.draw = lambda sampling, choice, index, uid, context: (text[index], None)  # type: ignore[method-assign]
+
+    found = {}
+    for speculating in (frozenset[QosClass](), SPECULATING):
+        rig = Rig.make(512, 4, make_runner=Repeating)
+        rig.core.set_share(TenantId("a"), TenantShare(speculating=speculating))
+        rig.add(TenantId("a"), 8, 400)
+        found[bool(speculating)] = paced(rig.core)
+    assert found[True][0] == found[False][0]
+    assert found[False][1] / found[True][1] >= least

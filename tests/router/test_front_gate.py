@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import resource
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from manylora.v1 import inference_pb2
-from manylora_router.front.gate import MAX_REQUEST_BYTES, Bounds, Gate, OwnBounds
+from manylora_router.front.gate import MAX_REQUEST_BYTES, Bounds, Gate, OwnBounds, Pass
 from manylora_router.front.grpc import tenant_of
 from manylora_router.front.pace import bytes_pace
 from manylora_router.links.callers import Callers
@@ -116,6 +116,32 @@ async def test_a_strangers_message_is_not_read(monkeypatch: pytest.MonkeyPatch) 
         assert caught.value.code is Code.UNAUTHENTICATED
     grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     assert grown_mib < 400, "client and server together: 32 messages of 3.8 MB are here several times"
+
+
+async def test_a_key_that_ends_while_its_call_waits_to_enter_lets_nobody_in() -> None:
+    key, clock, revision = key_of("acme"), FakeClock(), 1
+    record = replace(key.record, expires_unix_s=clock.now_unix_s() + 10)
+    records = {record.key_id: record}
+    callers = Callers(records.get, clock, keys_revision=lambda: revision)
+    gate = Gate(callers, Bounds(), tenant_of=tenant_of, max_message_bytes=100, pace=bytes_pace(1 << 30))
+
+    async def entering() -> Callable[[], Pass]:
+        return await gate.before_entering(_Call(bearer(key.key)))  # type: ignore[arg-type]
+
+    enter = await entering()
+    records[record.key_id], revision = replace(record, revoked_unix_s=2.0), 2
+    with pytest.raises(Unauthenticated, match="this key was revoked"):
+        enter()
+    # Another key's change ends nothing.
+    records[record.key_id], revision = record, 3
+    enter = await entering()
+    revision = 4
+    enter().release()
+    enter = await entering()
+    clock.advance(10)
+    with pytest.raises(Unauthenticated, match="this key expired"):
+        enter()
+    assert gate.bounds.places.num_held == 0
 
 
 async def test_another_tenants_name_is_refused_before_the_message_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

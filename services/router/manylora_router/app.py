@@ -169,7 +169,14 @@ class RouterApp:
 
     def _callers(self, issuers: Sequence[Issuer]) -> Callers:
         tokens = Tokens(issuers, self._token_keys.key_of) if issuers else None
-        return Callers(self.directory.key_of, self._clock, tokens, self._acts.stranger, self._peer_secret)
+        return Callers(
+            self.directory.key_of,
+            self._clock,
+            tokens,
+            self._acts.stranger,
+            self._peer_secret,
+            keys_revision=lambda: self.directory.keys_revision,
+        )
 
     def _running_calls(self, telemetry: Telemetry) -> Calls:
         return Calls(

@@ -8,6 +8,7 @@ from manylora_shared.fairness.costs import OUTPUT_TOKEN_COST, QUANTUM_TOKENS
 from manylora_shared.ids import QosClass, RequestId, TenantId
 from manylora_worker.kinds.api import DraftModel, EngineRequest, Sampling
 from manylora_worker.kinds.flow import CacheScope
+from manylora_worker.kinds.guessing import FlowGuesses, Guessing, GuessTimes
 from manylora_worker.kinds.sequence import GroupTimes, Sequence, SequenceGroup
 from manylora_worker.planning.drafts import Drafts
 from manylora_worker.planning.slots import Scheduled, Unit
@@ -23,6 +24,10 @@ def decoding(num_prompt: int, max_tokens: int = 200) -> Sequence:
     group.sequences = [sequence]
     sequence.output_token_ids = [7]
     sequence.num_computed_tokens = num_prompt
+    times = GuessTimes()
+    for _ in range(3):
+        times.plain(1.0)
+    sequence.guessing = Guessing(times, FlowGuesses(), 2)
     return sequence
 
 

@@ -15,7 +15,7 @@ from manylora_shared.transport.places import Pace, Places, Refusals
 from manylora_shared.transport.unparsed import LARGE_BYTES
 
 from manylora_router.guard.admission import MAX_TEXT_BYTES
-from manylora_router.links.callers import Callers, Seen
+from manylora_router.links.callers import Callers, Found, Seen
 from manylora_router.links.loop_turns import LoopTurns
 
 # The longest text, and what stands beside one: of chat messages the roles, of a request its stop strings.
@@ -77,9 +77,9 @@ class Gate:
         peer = self._callers.peer_of(call)
         seen = self._callers.seen(call.metadata.get(AUTHORIZATION_KEY, ""), peer)
         account = "strangers"
-        if isinstance(seen, Principal):
+        if isinstance(seen, Found):
             with contextlib.suppress(PermissionDenied):
-                account = account_of(self._tenant_of(seen, call))
+                account = account_of(self._tenant_of(seen.principal, call))
         await self.bounds.entering.take((account, None), 1)
         return partial(self._enter, call, peer, seen)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from manylora_shared.coordination.peers import PeerSecret
 from manylora_shared.coordination.records import KeyRecord
@@ -28,13 +29,23 @@ from manylora_router.guard.failures import Failures
 from manylora_router.guard.tokens import Tokens, is_token
 
 _LENT_BITS = 256
-Seen = Principal | ManyloraError | None  # a refusal; None: a token's that was not looked at lately
+
+
+@dataclass(frozen=True)
+class Found:
+    principal: Principal
+    revision: int | None  # of all keys; None: it is a token's
+    expires_unix_s: float = 0.0  # 0: never
+
+
+Seen = Found | ManyloraError | None  # a refusal; None: a token's that was not looked at lately
 
 
 class Callers:
     """
     tokens: None: none are taken.
     on_stranger: told the host of each call without a valid key.
+    keys_revision: another one behind each change of a key.
     secret: who shows it says for whom it asks; None: nobody does.
     """
 
@@ -45,12 +56,15 @@ class Callers:
         tokens: Tokens | None = None,
         on_stranger: Callable[[str], None] = lambda host: None,
         secret: PeerSecret | None = None,
+        *,
+        keys_revision: Callable[[], int] = lambda: 0,
     ) -> None:
         self._key_of = key_of
         self._clock = clock
         self._tokens = tokens
         self._on_stranger = on_stranger
         self._secret = secret
+        self._keys_revision = keys_revision
         self._failures = Failures()
         self._lent: dict[str, Principal] = {}
 
@@ -68,7 +82,7 @@ class Callers:
         """
         Args:
             peer: as the front knows it; None: a call that was let in already.
-            seen: what `seen` said of both, which is not asked again.
+            seen: what `seen` said of both, which is asked again only where keys have changed since.
 
         Raises:
             Unauthenticated, PermissionDenied, Overloaded, or ServiceUnavailable while a token's key is fetched.
@@ -81,9 +95,10 @@ class Callers:
             return self._principal(given, now, None)
         host = host_of(peer)
         try:
-            if isinstance(seen, Principal):
-                return seen
-            if seen is not None:
+            if isinstance(seen, Found):
+                if self._stands(seen, now):
+                    return seen.principal
+            elif seen is not None:
                 raise seen
             return self._principal(given, now, host)
         except Unauthenticated as e:
@@ -96,8 +111,17 @@ class Callers:
         given, now = bearer_of(authorization), self._clock.now_unix_s()
         try:
             if self._tokens is not None and is_token(given):
-                return self._tokens.recall(given, now)
-            return authenticate(given, self._key_of, now_unix_s=now, host=host_of(peer))
+                known = self._tokens.recall(given, now)
+                return None if known is None else Found(known, None)
+            looked_at: list[KeyRecord | None] = []
+
+            def look(key_id: str) -> KeyRecord | None:
+                looked_at.append(self._key_of(key_id))
+                return looked_at[-1]
+
+            principal = authenticate(given, look, now_unix_s=now, host=host_of(peer))
+            expires = max((record.expires_unix_s for record in looked_at if record is not None), default=0.0)
+            return Found(principal, self._keys_revision(), expires)
         except ManyloraError as refusal:
             return refusal
 
@@ -105,6 +129,11 @@ class Callers:
         """From where it came; of one that another router makes in its caller's name, that caller's host."""
         host = call.metadata.get(CALLER_KEY, "")
         return host if host and self._secret is not None and self._secret.is_shown(call) else call.peer
+
+    def _stands(self, seen: Found, now: float) -> bool:
+        if seen.revision is None:
+            return True
+        return seen.revision == self._keys_revision() and (not seen.expires_unix_s or now < seen.expires_unix_s)
 
     def _principal(self, given: str, now: float, host: str | None) -> Principal:
         if self._tokens is None or not is_token(given):

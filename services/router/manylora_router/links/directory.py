@@ -221,6 +221,10 @@ class Directory:
     def key_of(self, key_id: str) -> KeyRecord | None:
         return self._api_keys.values.get(key_id)
 
+    @property
+    def keys_revision(self) -> int:
+        return self._api_keys.revision
+
     def adapters_of(self, tenant_id: str) -> list[AdapterRecord]:
         """Sorted by name."""
         return [record for _, record in sorted(self._by_tenant.get(tenant_id, {}).items())]

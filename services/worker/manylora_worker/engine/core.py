@@ -471,6 +471,7 @@ class EngineCore:
         self._swapper.costs.computed(flight.num_prefill_tokens, flight.num_tokens, seconds)
         self._step_time.measured(flight.num_prefill_tokens, seconds)
         self._counters.stepped(flight.qos_class, seconds)
+        self._planner.guesses.step_over(flight.num_prefill_tokens, flight.num_plain, now - self._step_ended_s)
         self._step_ended_s = now
 
     def _adapter_ready(self, group: SequenceGroup, now: float) -> None:
@@ -576,6 +577,7 @@ class EngineCore:
             self._counters.guessed(num_guesses, len(sampled.further))
             sequence.judged(num_guesses, len(sampled.further))
             self._prefixes.publish(sequence, part.end, part.end + len(sampled.further))
+        self._planner.guesses.drew(sequence, part.turn, num_guesses, 1 + len(sampled.further), now)
 
     def _take_token(self, sequence: Sequence, sampled: Sampled, now: float) -> None:
         request = sequence.group.request

@@ -24,6 +24,7 @@ from manylora_worker.kinds.api import (
     StepBatch,
 )
 from manylora_worker.kinds.constraint import barred
+from manylora_worker.kinds.guessing import MOST_SPECULATING, Turn
 from manylora_worker.kinds.sequence import Sequence, SequenceStatus
 from manylora_worker.memory.block_pool import BlockWork
 from manylora_worker.planning.slots import Scheduled
@@ -39,6 +40,7 @@ class Part:
     num_scored: int  # of the prompt's tokens
     mask_follows: bool = False
     is_undrawn: bool = False  # no mask came
+    turn: Turn = Turn.PLAIN
 
     @property
     def is_answered(self) -> bool:
@@ -69,6 +71,13 @@ class Flight(NamedTuple):
     @property
     def num_prefill_tokens(self) -> int:
         return sum(part.num_new_tokens + part.num_recomputed_tokens for part in self.parts)
+
+    @property
+    def num_plain(self) -> int:
+        """Sequences, where few are there and none guesses; else 0."""
+        num_parts = len(self.parts)
+        is_plain = num_parts <= MOST_SPECULATING and all(part.turn is Turn.PLAIN for part in self.parts)
+        return num_parts if is_plain else 0
 
 
 class Over:
@@ -199,6 +208,8 @@ def part_of(item: Scheduled) -> Part:
     is_prefill = sequence.status is SequenceStatus.PREFILL
     num_new_tokens = sequence.num_new_tokens(item.num_tokens) if is_prefill else 0
     end = sequence.num_computed_tokens + item.num_tokens
+    has_guesses = item.num_guesses > 0 or item.draft is not None
+    turn = Turn.PLAIN if sequence.guessing is None else sequence.guessing.begins(guesses=has_guesses)
     return Part(
         scheduled=item,
         holding_id=sequence.holding_id,
@@ -207,6 +218,7 @@ def part_of(item: Scheduled) -> Part:
         end=end,
         num_scored=len(sequence.group.scored(sequence.num_computed_tokens, end)),
         mask_follows=item.samples and sequence.awaits_mask,
+        turn=turn,
     )
 
 

@@ -11,8 +11,8 @@ from manylora_shared.ids import TenantId
 from manylora_worker.kinds.api import NO_POSITIONS, PENDING_TOKEN, Draft, EngineRequest, FinishReason
 from manylora_worker.kinds.bars import RequestBars
 from manylora_worker.kinds.constraint import Matcher
-from manylora_worker.kinds.drafting import Drafting
 from manylora_worker.kinds.flow import CacheScope, FlowKey
+from manylora_worker.kinds.guessing import Guessing
 from manylora_worker.kinds.holding import Holding
 from manylora_worker.kinds.speculation import Speculation
 
@@ -84,10 +84,10 @@ class Sequence:
         "block_keys",
         "block_table",
         "choice",
-        "drafting",
         "finish_reason",
         "flow",
         "group",
+        "guessing",
         "has_worked",
         "is_undrawn",
         "item",
@@ -143,7 +143,7 @@ class Sequence:
         self.is_undrawn = False  # in the step in flight it drew nothing: its mask came too late
         self.speculation: Speculation | None = None  # from its first decoding step on, where its group speculates
         self.num_guesses = 0  # in the step in flight: how many tokens that draws is not known
-        self.drafting: Drafting | None = None  # from its first guesses by a draft model on
+        self.guessing: Guessing | None = None  # from its first decoding step on, where its group has guesses
         self.num_drafted_tokens = 0  # the draft model's KV of them stands in the blocks
 
     @property
@@ -222,17 +222,17 @@ class Sequence:
             return ()
         if self.speculation is None:
             self.speculation = Speculation((*self.group.request.prompt_token_ids, *self.output_token_ids))
-        if self.num_pending_tokens:
-            return None if self.num_guesses or self.speculation.is_worth_it else ()
-        return self.speculation.guess(min(most, self.max_output_tokens - self.num_output_tokens - 1))
+        length = 0 if self.guessing is None else self.guessing.length(self.speculation.rate)
+        most = min(most, length, self.max_output_tokens - self.num_output_tokens - 1)
+        if most < 1 or not self.speculation.is_worth_it:
+            return ()
+        return None if self.num_pending_tokens else self.speculation.guess(most)
 
     def judged(self, num_guesses: int, num_right: int) -> None:
         """Of a step whose tokens are taken."""
-        if self.drafting is not None:
-            self.num_drafted_tokens = min(self.num_drafted_tokens, self.num_computed_tokens)
-            self.drafting.judged(self.num_tokens, num_guesses, num_right)
-        elif self.speculation is not None:
-            self.speculation.judged(num_guesses, num_right)
+        self.num_drafted_tokens = min(self.num_drafted_tokens, self.num_computed_tokens)
+        if self.guessing is not None:
+            self.guessing.judged(num_guesses, num_right)
 
     def start_behind(self, num_cached_tokens: int) -> None:
         # the first admission of a request finds its own KV

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-MOST_GUESSES = 8  # of one step
-MOST_SPECULATING = 8  # sequences in slots: beyond, guesses only add to a batch's work
+from manylora_worker.kinds.guessing import MOST_GUESSES
+
 _MATCHED = 3  # last tokens that have to have stood before
 _REMEMBERED = 4096  # places: the latest
-_FIRST_GUESSES = 4
+FIRST_GUESSES = 4  # of a step
 _WORTH = 0.6  # share of right guesses from which a step waits for its draw, where the next could go ahead of it
 _PATIENCE = 16  # guesses that the share is over, the later the more
 
@@ -21,29 +21,28 @@ _PATIENCE = 16  # guesses that the share is over, the later the more
 class Speculation:
     """Told each token in order. It guesses in secret as well: only what has been right of late is worth a step."""
 
-    __slots__ = ("_length", "_places", "_right", "_source", "_tokens")
+    __slots__ = ("_places", "_source", "_tokens", "rate")
 
     def __init__(self, token_ids: Iterable[int]) -> None:
         self._tokens: list[int] = []
         # by the last tokens: the place behind them where they stood last
         self._places: dict[tuple[int, ...], int] = {}
         self._source: int | None = None  # the place of the next token's guess
-        self._right = 0.0
-        self._length = _FIRST_GUESSES
+        self.rate = 0.0  # of its guesses in secret, those that were right of late
         for token_id in token_ids:
             self._tokens.append(token_id)
             self._remember()
-        self._right = _WORTH / 2  # how the prompt repeats itself says little of the answer
+        self.rate = _WORTH / 2  # how the prompt repeats itself says little of the answer
 
     @property
     def is_worth_it(self) -> bool:
-        return self._source is not None and self._right >= _WORTH
+        return self._source is not None and self.rate >= _WORTH
 
     def tell(self, token_id: int) -> None:
         source = self._source
         if source is not None:
             is_right = self._tokens[source] == token_id
-            self._right += (is_right - self._right) / _PATIENCE * 2
+            self.rate += (is_right - self.rate) / _PATIENCE * 2
             self._source = source + 1 if is_right else None
         self._tokens.append(token_id)
         self._remember()
@@ -52,17 +51,12 @@ class Speculation:
         """None where it is not worth it."""
         if not self.is_worth_it or most < 1:
             return ()
-        source, count = self._source, min(most, self._length)
+        source, most = self._source, min(most, MOST_GUESSES)
         assert source is not None
-        found = self._tokens[source : source + count]
-        while len(found) < count:  # it repeats what it is in the middle of
-            found += found[: count - len(found)]
+        found = self._tokens[source : source + most]
+        while len(found) < most:  # it repeats what it is in the middle of
+            found += found[: most - len(found)]
         return found
-
-    def judged(self, num_guesses: int, num_right: int) -> None:
-        """Of one step: the next guesses more, or fewer."""
-        longest = min(MOST_GUESSES, 2 * num_guesses)
-        self._length = max(self._length, longest) if num_right == num_guesses else num_right + 1
 
     def _remember(self) -> None:
         tokens = self._tokens

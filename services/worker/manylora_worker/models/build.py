@@ -31,7 +31,7 @@ from torch import nn
 from manylora_worker.config import AUTO_DEVICE, WorkerConfig
 from manylora_worker.constraints.compiler import ConstraintCompiler
 from manylora_worker.kinds.api import DraftModel, ModelRunner
-from manylora_worker.kinds.speculation import MOST_SPECULATING
+from manylora_worker.kinds.guessing import MOST_SPECULATING
 from manylora_worker.models.checkpoint import ModelRefused, said, sampling_defaults
 from manylora_worker.models.decoder_weights import DecoderWeights
 from manylora_worker.models.drafts.drafter import Drafter

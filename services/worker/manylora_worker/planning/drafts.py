@@ -12,19 +12,15 @@ from dataclasses import replace
 from manylora_shared.fairness.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 
 from manylora_worker.kinds.api import Draft, DraftModel
-from manylora_worker.kinds.drafting import Drafting
-from manylora_worker.kinds.flow import FlowKey
 from manylora_worker.kinds.sequence import Sequence
 from manylora_worker.planning.slots import Scheduled, Unit
 
-_MOST_FLOWS = 4096  # that are remembered
 _NEAR = 8  # tokens unseen, from where a sequence waits for its last draw
 
 
 class Drafts:
     def __init__(self, model: DraftModel | None) -> None:
         self._model = model
-        self._pays: dict[FlowKey, bool] = {}  # as its sequence found that was asked last
 
     def drafts(self, sequence: Sequence) -> bool:
         return self._model is not None and sequence.group.drafts
@@ -37,12 +33,7 @@ class Drafts:
         """None: the last draw is worth waiting for."""
         model, sequence = self._model, unit.sequence
         assert model is not None
-        drafting = sequence.drafting
-        if drafting is None:
-            pays = self._pays.get(sequence.flow, True)
-            drafting = sequence.drafting = Drafting(model.share, sequence.num_tokens, pays=pays)
-        self._note(sequence.flow, pays=drafting.pays)
-        length = drafting.length(sequence.num_tokens)
+        length = 0 if sequence.guessing is None else sequence.guessing.length()
         start, known = sequence.num_drafted_tokens, sequence.num_tokens - sequence.num_pending_tokens
         most = min(most, length, sequence.max_output_tokens - sequence.num_output_tokens - 1)
         most = min(most, model.max_context_tokens - known)
@@ -69,12 +60,6 @@ class Drafts:
         unit.tokens_left -= _tokens(unit.draft_cost + cost) - _tokens(unit.draft_cost)
         unit.draft_cost += cost
         return cost
-
-    def _note(self, flow: FlowKey, *, pays: bool) -> None:
-        self._pays.pop(flow, None)
-        self._pays[flow] = pays
-        if len(self._pays) > _MOST_FLOWS:
-            del self._pays[next(iter(self._pays))]
 
     def _cost(self, num_tokens: int, num_guesses: int) -> int:
         assert self._model is not None

@@ -18,14 +18,15 @@ from manylora_shared.ids import QosClass, TenantId
 
 from manylora_worker.kinds.api import DraftModel
 from manylora_worker.kinds.flow import FlowKey
+from manylora_worker.kinds.guessing import MOST_SPECULATING
 from manylora_worker.kinds.sequence import Sequence, SequenceGroup, SequenceStatus
-from manylora_worker.kinds.speculation import MOST_SPECULATING
 from manylora_worker.memory.block_pool import BlockPool
 from manylora_worker.memory.block_tables import BlockTables
 from manylora_worker.memory.prefixes import Prefixes
 from manylora_worker.memory.swapping import Swapper
 from manylora_worker.memory.tenant_shares import TenantShares
 from manylora_worker.planning.drafts import Drafts
+from manylora_worker.planning.guesses import Guesses
 from manylora_worker.planning.parking import Parking
 from manylora_worker.planning.quantum_cuts import QuantumCuts
 from manylora_worker.planning.reclaim import Reclaim, Room, least_recent
@@ -88,6 +89,7 @@ class StepPlanner:
     ) -> None:
         self._pool = pool
         self._drafts = Drafts(draft_model)
+        self.guesses = Guesses(0.0 if draft_model is None else draft_model.share)
         self._limits = limits
         self._step_time = step_time
         self._shares = shares
@@ -193,6 +195,7 @@ class StepPlanner:
             held_back = min(self._slots.num_free, len(parking.waiting)) if self._round.is_held_back else 0
             self._staggering.planned(held_back)
         self._round.draws = self._limits.sequence_slots - len(self._slots)
+        self.guesses.planned(len(self._slots))
         most = min(self._limits.prefill_chunk_tokens, self._limits.max_batch_tokens)
         self._round.draft_tokens = self._drafts.most_tokens(self._round.prompt_budget, most)
         chunks: list[Scheduled] = []
@@ -228,13 +231,21 @@ class StepPlanner:
             return chunk
         most = min(unit.tokens_left - 1, round_.budget, round_.draws)
         found: Scheduled | None
-        if self._drafts.drafts(sequence):
+        drafts = self._drafts.drafts(sequence)
+        if not drafts and not sequence.group.speculates:
+            return chunk
+        self.guesses.begin(sequence, drafts=drafts)
+        if drafts:
             found = self._drafts.with_draft(unit, most, round_.draft_tokens)
         else:
             guesses = sequence.guess(most)
             found = None if guesses is None else replace(chunk, guesses=guesses) if guesses else chunk
         if found is None:
-            return None if unit.cost else chunk  # it began in this plan: copies into its blocks are due
+            if not unit.cost:
+                return chunk  # it began in this plan: copies into its blocks are due
+            assert sequence.guessing is not None
+            sequence.guessing.waits = True
+            return None
         round_.budget -= found.num_guesses
         round_.draws -= found.num_guesses
         if found.draft is not None:

@@ -43,6 +43,9 @@ class AdapterTarget(Protocol):
     def drop_adapter(self, uid: AdapterUid) -> None:
         """Ignores unknown ids."""
 
+    def close(self) -> None:
+        """No step follows."""
+
 
 @dataclass(frozen=True)
 class _Job:
@@ -165,6 +168,7 @@ class TorchAdapterBackend:
             for _, thread in self._threads:
                 thread.join()
             self._reader.close()
+            self._target.close()
 
     def _run(self, jobs: queue.SimpleQueue[_Job | None], do: Callable[[_Job], AdapterEvent]) -> None:
         with self._told_where_it_ends():

@@ -21,7 +21,14 @@ class KvCuts:
         self._steps += 1
         if self._steps % _STEPS:
             return
-        found = int(self._seen)
+        self._tell(int(self._seen))
+        self._seen.copy_(self.count, non_blocking=True)
+
+    def tell_rest(self) -> None:
+        """Behind the last step, and waits for it."""
+        self._tell(int(self.count))
+
+    def _tell(self, found: int) -> None:
         if found > self._told:
             _LOG.warning(
                 "KV in FP8: %d elements of keys and values were too large and are cut off at the largest code, %d in "
@@ -29,4 +36,3 @@ class KvCuts:
                 found - self._told, found,
             )  # fmt: skip
             self._told = found
-        self._seen.copy_(self.count, non_blocking=True)

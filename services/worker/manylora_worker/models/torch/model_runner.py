@@ -147,6 +147,10 @@ class TorchModelRunner:
             for weights in adapter.weights():
                 weights.fill_(math.nan)
 
+    def close(self) -> None:
+        if self._cache.cuts is not None:
+            self._cache.cuts.tell_rest()
+
     @property
     def merge_problem(self) -> str:
         return self._merged.problem

@@ -7,7 +7,14 @@ import triton.language as tl
 from torch import Tensor
 
 from manylora_worker.models.cuda.kernels.gemm import load_product
-from manylora_worker.models.cuda.kernels.lora import TILE_ROWS, LoraRows, expand_arguments, expand_pair, load_program
+from manylora_worker.models.cuda.kernels.lora import (
+    TILE_ROWS,
+    LoraRows,
+    expand_arguments,
+    expand_pair,
+    load_program,
+    program_rows,
+)
 from manylora_worker.models.decoder_weights import Activation
 
 
@@ -65,10 +72,7 @@ def _gate_kernel(
         tl.extra.cuda.gdc_wait()
     if count <= 0:
         return
-    offsets = tl.arange(0, BLOCK_M)
-    rows = first_row + offsets
-    row_mask = offsets < count
-    mask = row_mask[:, None] & column_mask[None, :]
+    rows, row_mask, mask = program_rows(first_row, count, column_mask, BLOCK_M)
     at = gate_up_ptr + rows[:, None].to(tl.int64) * (2 * N) + columns[None, :]
     gate = load_product(at, stride_part, mask, PARTS)
     up = load_product(at + N, stride_part, mask, PARTS)

@@ -9,8 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from manylora_worker.models.cuda.kernels.gate import activated
-from manylora_worker.models.cuda.kernels.gemm import load_product
-from manylora_worker.models.cuda.kernels.lora import TILE_ROWS, LoraRows, expand, expand_arguments, load_program
+from manylora_worker.models.cuda.kernels.lora import TILE_ROWS, LoraRows, expand_arguments, load_adapted, load_program
 from manylora_worker.models.decoder_weights import Activation
 
 _BLOCK_N = 256
@@ -39,18 +38,12 @@ def _token_inputs_kernel(
         tl.extra.cuda.gdc_wait()
     if count <= 0:
         return
-    offsets = tl.arange(0, BLOCK_M)
-    rows = first_row + offsets
-    row_mask = offsets < count
-    mask = row_mask[:, None] & width_mask[None, :]
+    projected, rows, mask = load_adapted(
+        product_ptr, first_row, count, adapter, columns, width_mask, stride_part, low_rank_ptr, stride_low_rank,
+        stride_split, weights_ptr, sites_ptr, stride_site, N, BLOCK_M, PARTS, HAS_LORA, CHUNKS, SPLIT_K, BLOCK_S,
+        COLUMNS,
+    )  # fmt: skip
     at = rows[:, None].to(tl.int64) * N + columns[None, :]
-    projected = load_product(product_ptr + at, stride_part, mask, PARTS)
-    if HAS_LORA:
-        site = sites_ptr + adapter.to(tl.int64) * stride_site
-        projected = expand(
-            projected, low_rank_ptr, stride_low_rank, stride_split, weights_ptr, site, 0, rows, row_mask, columns,
-            width_mask, N, BLOCK_M, CHUNKS, SPLIT_K, BLOCK_S, COLUMNS,
-        )  # fmt: skip
     projected = projected * factor
     inverse = tl.rsqrt(tl.sum(projected * projected, 1) / WIDTH + eps)
     own = tl.load(inputs_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -109,20 +102,14 @@ def _gate_input_kernel(
         tl.extra.cuda.gdc_wait()
     if count <= 0:
         return
-    offsets = tl.arange(0, BLOCK_M)
-    rows = first_row + offsets
-    row_mask = offsets < count
-    mask = row_mask[:, None] & column_mask[None, :]
-    at = rows[:, None].to(tl.int64) * N + columns[None, :]
-    gate = load_product(gate_ptr + at, stride_part, mask, PARTS)
-    if HAS_LORA:
-        site = sites_ptr + adapter.to(tl.int64) * stride_site
-        gate = expand(
-            gate, low_rank_ptr, stride_low_rank, stride_split, weights_ptr, site, 0, rows, row_mask, columns,
-            column_mask, N, BLOCK_M, CHUNKS, SPLIT_K, BLOCK_S, COLUMNS,
-        )  # fmt: skip
+    gate, rows, mask = load_adapted(
+        gate_ptr, first_row, count, adapter, columns, column_mask, stride_part, low_rank_ptr, stride_low_rank,
+        stride_split, weights_ptr, sites_ptr, stride_site, N, BLOCK_M, PARTS, HAS_LORA, CHUNKS, SPLIT_K, BLOCK_S,
+        COLUMNS,
+    )  # fmt: skip
     given_at = rows[:, None].to(tl.int64) * stride_input + columns[None, :]
     given = tl.load(input_ptr + given_at, mask=mask, other=0.0).to(tl.float32)
+    at = rows[:, None].to(tl.int64) * N + columns[None, :]
     tl.store(out_ptr + at, activated(gate, ACTIVATION) * given, mask=mask)
 
 

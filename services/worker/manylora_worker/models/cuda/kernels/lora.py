@@ -21,6 +21,8 @@ import triton.language as tl
 from manylora_shared.composition import RANKS_AT_ONCE
 from torch import Tensor
 
+from manylora_worker.models.cuda.kernels.gemm import load_product
+
 TILE_FIELDS = 4
 CHUNK_RANKS = RANKS_AT_ONCE
 CHUNK_ALIGNMENT = 8  # elements: 16 bytes, one load of a thread
@@ -161,6 +163,31 @@ def load_program(
         count = tl.minimum(tl.load(num_rows_ptr) - first_row, BLOCK_M)
         adapter = tl.load(row_adapters_ptr + first_row, mask=(count > 0) & HAS_LORA, other=0)
     return first_row, count, adapter
+
+
+@triton.jit
+def program_rows(first_row, count, column_mask, BLOCK_M: tl.constexpr):
+    offsets = tl.arange(0, BLOCK_M)
+    row_mask = offsets < count
+    return first_row + offsets, row_mask, row_mask[:, None] & column_mask[None, :]
+
+
+@triton.jit
+def load_adapted(
+    product_ptr, first_row, count, adapter, columns, column_mask, stride_part, low_rank_ptr, stride_low_rank,
+    stride_split, weights_ptr, sites_ptr, stride_site, N: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
+    HAS_LORA: tl.constexpr, CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    # of a product [parts, rows, N]
+    rows, row_mask, mask = program_rows(first_row, count, column_mask, BLOCK_M)
+    product = load_product(product_ptr + rows[:, None].to(tl.int64) * N + columns[None, :], stride_part, mask, PARTS)
+    if HAS_LORA:
+        site = sites_ptr + adapter.to(tl.int64) * stride_site
+        product = expand(
+            product, low_rank_ptr, stride_low_rank, stride_split, weights_ptr, site, 0, rows, row_mask, columns,
+            column_mask, N, BLOCK_M, CHUNKS, SPLIT_K, BLOCK_S, COLUMNS,
+        )  # fmt: skip
+    return product, rows, mask
 
 
 @triton.jit

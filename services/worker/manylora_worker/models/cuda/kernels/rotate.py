@@ -17,6 +17,7 @@ from manylora_worker.models.cuda.kernels.lora import (
     expand_arguments,
     expand_pair,
     load_program,
+    program_rows,
 )
 
 
@@ -30,6 +31,134 @@ def _store_kept(at, x, mask, factor, cuts_ptr, FP8: tl.constexpr):
             tl.atomic_add(cuts_ptr, cut.to(tl.int64))
         x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
     tl.store(at, x, mask=mask)
+
+
+@triton.jit
+def _store_head(
+    at, one, two, rest, halves, rests, mask, both, factor, cuts_ptr, HALF: tl.constexpr, REST: tl.constexpr,
+    FP8: tl.constexpr,
+):  # fmt: skip
+    _store_kept(at + halves[None, :], one, mask, factor, cuts_ptr, FP8)
+    _store_kept(at + HALF + halves[None, :], two, mask, factor, cuts_ptr, FP8)
+    if REST > 0:
+        _store_kept(at + 2 * HALF + rests[None, :], rest, both, factor, cuts_ptr, FP8)
+
+
+@triton.jit
+def _kind_of(
+    head, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, KV_PRODUCTS: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
+    # own_head: its number among queries, or gates
+    is_query = head < NUM_HEADS
+    is_gate = head >= NUM_HEADS + 2 * NUM_KV_HEADS
+    is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (not is_gate)
+    own_head = tl.where(is_gate, head - NUM_HEADS - 2 * NUM_KV_HEADS, head)
+    place = head
+    has_slot = is_value
+    if GATED:  # a gate stands behind its query
+        place = tl.where(is_query, 2 * head, tl.where(is_gate, 2 * own_head + 1, head + NUM_HEADS))
+    if KV_PRODUCTS == 1:  # a value is made of what its key is made of
+        place -= tl.where(is_value, NUM_KV_HEADS, 0)
+        has_slot = head < 0
+    return is_query, is_gate, is_value, own_head, place, has_slot
+
+
+@triton.jit
+def _angles(cos_ptr, sin_ptr, places, halves, mask, HALF: tl.constexpr):
+    at = places[:, None].to(tl.int64) * HALF + halves[None, :]
+    return tl.load(cos_ptr + at, mask=mask, other=1.0), tl.load(sin_ptr + at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_head(
+    at, more, halves, rests, mask, both, stride_part, HALF: tl.constexpr, REST: tl.constexpr, PARTS: tl.constexpr,
+    HAS_OUTPUTS: tl.constexpr,
+):  # fmt: skip
+    # without a rest the first half stands for it
+    one = load_product(at + halves[None, :], stride_part, mask, PARTS)
+    two = load_product(at + HALF + halves[None, :], stride_part, mask, PARTS)
+    rest = one
+    if REST > 0:
+        rest = load_product(at + 2 * HALF + rests[None, :], stride_part, both, PARTS)
+    if HAS_OUTPUTS:
+        one += tl.load(more + halves[None, :], mask=mask, other=0.0).to(tl.float32)
+        two += tl.load(more + HALF + halves[None, :], mask=mask, other=0.0).to(tl.float32)
+        if REST > 0:
+            rest += tl.load(more + 2 * HALF + rests[None, :], mask=both, other=0.0).to(tl.float32)
+    return one, two, rest
+
+
+@triton.jit
+def _with_lora(
+    one, two, rest, start, head, of_queries, has_slot, low_rank_ptr, stride_low_rank, stride_split, weights_ptr, site,
+    rows, row_mask, halves, half_mask, rests, rest_mask, QUERIES: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BLOCK_M: tl.constexpr,
+    NUM_SLOTS: tl.constexpr, CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    if NUM_SLOTS == 1:
+        slot = head * 0
+        column = start
+        slot_columns = slot + WIDTH
+    else:
+        slot = tl.where(of_queries, 0, tl.where(has_slot, 2, 1))
+        column = start - tl.where(of_queries, 0, tl.where(has_slot, QUERIES + NUM_KV_HEADS, QUERIES) * HEAD_DIM)
+        slot_columns = tl.where(of_queries, QUERIES, NUM_KV_HEADS) * HEAD_DIM
+    one, two = expand_pair(
+        one, two, low_rank_ptr, stride_low_rank, stride_split, weights_ptr, site, slot, slot, rows, row_mask,
+        column + halves, column + HALF + halves, half_mask, slot_columns, BLOCK_M, CHUNKS, SPLIT_K, BLOCK_S, COLUMNS,
+    )  # fmt: skip
+    if REST > 0:
+        rest = expand(
+            rest, low_rank_ptr, stride_low_rank, stride_split, weights_ptr, site, slot, rows, row_mask,
+            column + 2 * HALF + rests, rest_mask, slot_columns, BLOCK_M, CHUNKS, SPLIT_K, BLOCK_S, COLUMNS,
+        )  # fmt: skip
+    return one, two, rest
+
+
+@triton.jit
+def _norm_scale(one, two, rest, eps, HEAD_DIM: tl.constexpr, REST: tl.constexpr):
+    total = tl.sum(one * one, 1) + tl.sum(two * two, 1)
+    if REST > 0:
+        total += tl.sum(rest * rest, 1)
+    return tl.rsqrt(total / HEAD_DIM + eps)[:, None]
+
+
+@triton.jit
+def _norm_weight(at, mask, WEIGHT_PLUS_ONE: tl.constexpr):
+    weight = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    if WEIGHT_PLUS_ONE:
+        weight += 1.0
+    return weight[None, :]
+
+
+@triton.jit
+def _normed(
+    one, two, rest, weight_ptr, eps, halves, half_mask, rests, rest_mask, is_turned, is_value, HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, HEAD_NORM: tl.constexpr, WEIGHT_PLUS_ONE: tl.constexpr,
+    VALUE_NORM: tl.constexpr,
+):  # fmt: skip
+    if HEAD_NORM:  # noqa: SIM102 (the one is a constant of the compilation, the other is not)
+        if is_turned:
+            scale = _norm_scale(one, two, rest, eps, HEAD_DIM, REST)
+            one = one * scale * _norm_weight(weight_ptr + halves, half_mask, WEIGHT_PLUS_ONE)
+            two = two * scale * _norm_weight(weight_ptr + HALF + halves, half_mask, WEIGHT_PLUS_ONE)
+            if REST > 0:
+                rest = rest * scale * _norm_weight(weight_ptr + 2 * HALF + rests, rest_mask, WEIGHT_PLUS_ONE)
+    if VALUE_NORM:  # noqa: SIM102
+        if is_value:
+            scale = _norm_scale(one, two, rest, eps, HEAD_DIM, REST)
+            one = one * scale
+            two = two * scale
+            if REST > 0:
+                rest = rest * scale
+    return one, two, rest
+
+
+@triton.jit
+def _gates_of(x, is_gate, GATED: tl.constexpr):
+    if GATED:
+        x = tl.where(is_gate, 1.0 / (1.0 + tl.exp(-x)), x)
+    return x
 
 
 @triton.jit
@@ -50,36 +179,21 @@ def _rotate_store_kernel(
     first_row, count, adapter = load_program(
         tl.program_id(1), num_rows_ptr, tiles_ptr, row_adapters_ptr, BLOCK_M, BY_TILE, HAS_LORA
     )
-    offsets = tl.arange(0, BLOCK_M)
-    rows = first_row + offsets
-    row_mask = offsets < count
     QUERIES: tl.constexpr = NUM_HEADS * (2 if GATED else 1)  # heads wide
     WIDTH: tl.constexpr = (QUERIES + KV_PRODUCTS * NUM_KV_HEADS) * HEAD_DIM
-    is_query = head < NUM_HEADS
-    is_gate = head >= NUM_HEADS + 2 * NUM_KV_HEADS
-    is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (not is_gate)
+    is_query, is_gate, is_value, own_head, place, has_slot = _kind_of(head, NUM_HEADS, NUM_KV_HEADS, KV_PRODUCTS, GATED)
     is_turned = head < NUM_HEADS + NUM_KV_HEADS
-    own_head = tl.where(is_gate, head - NUM_HEADS - 2 * NUM_KV_HEADS, head)  # of queries and gates
-    place = head
-    has_slot = is_value
-    if GATED:  # a gate stands behind its query
-        place = tl.where(is_query, 2 * head, tl.where(is_gate, 2 * own_head + 1, head + NUM_HEADS))
-    if KV_PRODUCTS == 1:  # a value is made of what its key is made of
-        place -= tl.where(is_value, NUM_KV_HEADS, 0)
-        has_slot = head < 0
-    start = place * HEAD_DIM
     halves = tl.arange(0, BLOCK_HALF)
     half_mask = halves < HALF
-    mask = row_mask[:, None] & half_mask[None, :]
+    rows, row_mask, mask = program_rows(first_row, count, half_mask, BLOCK_M)
     rests = tl.arange(0, BLOCK_REST)
     rest_mask = rests < REST
+    both = row_mask[:, None] & rest_mask[None, :]
     if PDL and HAS_LORA:
         tl.extra.cuda.gdc_wait()
     position = tl.load(positions_ptr + rows, mask=row_mask, other=0)
     if not ANGLES_BY_ROW:
-        angle = position[:, None].to(tl.int64) * HALF + halves[None, :]
-        cos = tl.load(cos_ptr + angle, mask=mask & is_turned, other=1.0)
-        sin = tl.load(sin_ptr + angle, mask=mask & is_turned, other=0.0)
+        cos, sin = _angles(cos_ptr, sin_ptr, position, halves, mask & is_turned, HALF)
     table = tl.load(table_rows_ptr + rows, mask=row_mask, other=0).to(tl.int64)
     block = tl.load(tables_ptr + table * stride_table + position // BLOCK_SIZE, mask=row_mask, other=0)
     if PDL:
@@ -88,99 +202,36 @@ def _rotate_store_kernel(
     if count <= 0:
         return
     if ANGLES_BY_ROW:  # behind the wait: they are this step's
-        angle = rows[:, None].to(tl.int64) * HALF + halves[None, :]
-        cos = tl.load(cos_ptr + angle, mask=mask & is_turned, other=1.0)
-        sin = tl.load(sin_ptr + angle, mask=mask & is_turned, other=0.0)
-    row_at = rows[:, None].to(tl.int64) * WIDTH + start
-    at = qkv_ptr + row_at
-    one = load_product(at + halves[None, :], stride_part, mask, PARTS)
-    two = load_product(at + HALF + halves[None, :], stride_part, mask, PARTS)
-    if REST > 0:
-        both = row_mask[:, None] & rest_mask[None, :]
-        rest = load_product(at + 2 * HALF + rests[None, :], stride_part, both, PARTS)
-    if HAS_OUTPUTS:
-        more = outputs_ptr + row_at
-        one += tl.load(more + halves[None, :], mask=mask, other=0.0).to(tl.float32)
-        two += tl.load(more + HALF + halves[None, :], mask=mask, other=0.0).to(tl.float32)
-        if REST > 0:
-            rest += tl.load(more + 2 * HALF + rests[None, :], mask=both, other=0.0).to(tl.float32)
+        cos, sin = _angles(cos_ptr, sin_ptr, rows, halves, mask & is_turned, HALF)
+    row_at = rows[:, None].to(tl.int64) * WIDTH + place * HEAD_DIM
+    one, two, rest = _load_head(
+        qkv_ptr + row_at, outputs_ptr + row_at, halves, rests, mask, both, stride_part, HALF, REST, PARTS, HAS_OUTPUTS
+    )
     if HAS_LORA:
-        site = sites_ptr + adapter.to(tl.int64) * stride_site
-        if NUM_SLOTS == 1:
-            slot = head * 0
-            column = start
-            slot_columns = slot + WIDTH
-        else:
-            of_queries = is_query | is_gate
-            slot = tl.where(of_queries, 0, tl.where(has_slot, 2, 1))
-            column = start - tl.where(of_queries, 0, tl.where(has_slot, QUERIES + NUM_KV_HEADS, QUERIES) * HEAD_DIM)
-            slot_columns = tl.where(of_queries, QUERIES, NUM_KV_HEADS) * HEAD_DIM
-        one, two = expand_pair(
-            one, two, low_rank_ptr, stride_low_rank, stride_split, weights_ptr, site, slot, slot, rows, row_mask,
-            column + halves, column + HALF + halves, half_mask, slot_columns, BLOCK_M, CHUNKS, SPLIT_K, BLOCK_S,
-            COLUMNS,
+        one, two, rest = _with_lora(
+            one, two, rest, place * HEAD_DIM, head, is_query | is_gate, has_slot, low_rank_ptr, stride_low_rank,
+            stride_split, weights_ptr, sites_ptr + adapter.to(tl.int64) * stride_site, rows, row_mask, halves,
+            half_mask, rests, rest_mask, QUERIES, NUM_KV_HEADS, HEAD_DIM, WIDTH, HALF, REST, BLOCK_M, NUM_SLOTS, CHUNKS,
+            SPLIT_K, BLOCK_S, COLUMNS,
         )  # fmt: skip
-        if REST > 0:
-            rest = expand(
-                rest, low_rank_ptr, stride_low_rank, stride_split, weights_ptr, site, slot, rows, row_mask,
-                column + 2 * HALF + rests, rest_mask, slot_columns, BLOCK_M, CHUNKS, SPLIT_K, BLOCK_S,
-                COLUMNS,
-            )  # fmt: skip
-    if HEAD_NORM:  # noqa: SIM102 (the one is a constant of the compilation, the other is not)
-        if is_turned:
-            total = tl.sum(one * one, 1) + tl.sum(two * two, 1)
-            if REST > 0:
-                total += tl.sum(rest * rest, 1)
-            scale = tl.rsqrt(total / HEAD_DIM + eps)[:, None]
-            weight_ptr = q_norm_ptr if is_query else k_norm_ptr
-            w_one = tl.load(weight_ptr + halves, mask=half_mask, other=0.0).to(tl.float32)
-            w_two = tl.load(weight_ptr + HALF + halves, mask=half_mask, other=0.0).to(tl.float32)
-            if WEIGHT_PLUS_ONE:
-                w_one += 1.0
-                w_two += 1.0
-            one = one * scale * w_one[None, :]
-            two = two * scale * w_two[None, :]
-            if REST > 0:
-                w_rest = tl.load(weight_ptr + 2 * HALF + rests, mask=rest_mask, other=0.0).to(tl.float32)
-                if WEIGHT_PLUS_ONE:
-                    w_rest += 1.0
-                rest = rest * scale * w_rest[None, :]
-    if VALUE_NORM:  # noqa: SIM102
-        if is_value:
-            total = tl.sum(one * one, 1) + tl.sum(two * two, 1)
-            if REST > 0:
-                total += tl.sum(rest * rest, 1)
-            scale = tl.rsqrt(total / HEAD_DIM + eps)[:, None]
-            one = one * scale
-            two = two * scale
-            if REST > 0:
-                rest = rest * scale
-    turned = one * cos - two * sin
-    two = two * cos + one * sin
-    one = turned
-    if GATED:
-        one = tl.where(is_gate, 1.0 / (1.0 + tl.exp(-one)), one)
-        two = tl.where(is_gate, 1.0 / (1.0 + tl.exp(-two)), two)
-        if REST > 0:
-            rest = tl.where(is_gate, 1.0 / (1.0 + tl.exp(-rest)), rest)
+    one, two, rest = _normed(
+        one, two, rest, q_norm_ptr if is_query else k_norm_ptr, eps, halves, half_mask, rests, rest_mask, is_turned,
+        is_value, HEAD_DIM, HALF, REST, HEAD_NORM, WEIGHT_PLUS_ONE, VALUE_NORM,
+    )  # fmt: skip
+    one, two = one * cos - two * sin, two * cos + one * sin
+    one, two, rest = _gates_of(one, is_gate, GATED), _gates_of(two, is_gate, GATED), _gates_of(rest, is_gate, GATED)
     if is_query | is_gate:
         out = q_ptr
         if GATED:
             out = tl.where(is_gate, gates_ptr, q_ptr)
         out += rows[:, None].to(tl.int64) * (NUM_HEADS * HEAD_DIM) + own_head * HEAD_DIM
-        tl.store(out + halves[None, :], one, mask=mask)
-        tl.store(out + HALF + halves[None, :], two, mask=mask)
-        if REST > 0:
-            tl.store(out + 2 * HALF + rests[None, :], rest, mask=row_mask[:, None] & rest_mask[None, :])
+        _store_head(out, one, two, rest, halves, rests, mask, both, 1.0, cuts_ptr, HALF, REST, False)
     else:
         kv_head = head - NUM_HEADS - tl.where(is_value, NUM_KV_HEADS, 0)
         token = block.to(tl.int64) * stride_block + (position % BLOCK_SIZE) * stride_token
         kv = cache_ptr + token[:, None] + tl.where(is_value, stride_kv, 0) + kv_head * stride_head
         factor = tl.where(is_value, value_factor, key_factor)
-        _store_kept(kv + halves[None, :], one, mask, factor, cuts_ptr, FP8)
-        _store_kept(kv + HALF + halves[None, :], two, mask, factor, cuts_ptr, FP8)
-        if REST > 0:
-            _store_kept(kv + 2 * HALF + rests[None, :], rest, both, factor, cuts_ptr, FP8)
+        _store_head(kv, one, two, rest, halves, rests, mask, both, factor, cuts_ptr, HALF, REST, FP8)
 
 
 def rotate_store(
