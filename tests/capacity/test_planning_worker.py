@@ -21,30 +21,32 @@ def request(prompt: int, output: int, adapter: str = "") -> Running:
     return Running(Request(0.0, "t", "standard", adapter, 16 if adapter else 0, prompt, output))
 
 
-def test_a_prompt_comes_in_chunks_and_then_a_token_a_step() -> None:
-    worker, running = worker_of(), request(600, 20)
-    worker.add(running, 0.0)
+def run(worker: Worker, requests: list[Running]) -> list[float]:
+    """Until all have ended. The steps' milliseconds."""
+    for running in requests:
+        worker.add(running, 0.0)
     now, steps = 0.0, []
     while (seconds := worker.begin(now, now)) is not None:
         now += seconds
         steps.append(seconds * 1e3)
         worker.end(now)
+    return steps
+
+
+def test_a_prompt_comes_in_chunks_and_then_a_token_a_step() -> None:
+    worker, running = worker_of(), request(600, 20)
+    steps = run(worker, [running])
     assert len(steps) == 3 + 19
     assert steps[0] == pytest.approx(CURVE.step_ms(0, 0, prompt_tokens=256))
     assert steps[3] == pytest.approx(CURVE.step_ms(1, 601))
     assert running.first_at == pytest.approx(sum(steps[:3]) / 1e3)
-    assert running.ended_at == pytest.approx(now)
+    assert running.ended_at == pytest.approx(sum(steps) / 1e3)
     assert worker.open == 0
 
 
 def test_more_sequences_than_slots_take_turns_of_a_quantum() -> None:
     worker, both = worker_of(slots=1), [request(8, 40), request(8, 40)]
-    for running in both:
-        worker.add(running, 0.0)
-    now = 0.0
-    while (seconds := worker.begin(now, now)) is not None:
-        now += seconds
-        worker.end(now)
+    run(worker, both)
     assert worker.steps == 2 * 40
     assert both[1].first_at < both[0].ended_at < both[1].ended_at
 
@@ -79,11 +81,6 @@ def test_a_state_takes_its_part_of_the_kv() -> None:
     assert state_tokens > 1000
     worker = Worker(curve, WorkerSettings(4, 2 * state_tokens + 47, 0), lambda adapter, is_there: None)
     both = [request(8, 16), request(8, 16)]
-    for running in both:
-        worker.add(running, 0.0)
-    now = 0.0
-    while (seconds := worker.begin(now, now)) is not None:
-        now += seconds
-        worker.end(now)
+    run(worker, both)
     assert worker.peak_kv == state_tokens + 24
     assert both[0].ended_at < both[1].first_at

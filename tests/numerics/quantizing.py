@@ -193,30 +193,20 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Write]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}, awq),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False}, gptq),
     "gptq-sym": ({"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": True, "desc_act": False}, symmetric_gptq),
-    "fp8-16": (
-        {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 16]},
-        partial(in_blocks, rows=16, columns=16),
-    ),
-    "awq-16": (
-        {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True},
-        partial(awq, size=16),
-    ),
-    "fp8-8": (
-        {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [8, 8]},
-        partial(in_blocks, rows=8, columns=8),
-    ),
-    "awq-8": (
-        {"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm", "zero_point": True},
-        partial(awq, size=8),
-    ),
-    "fp8-128": (
-        {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-        partial(in_blocks, rows=128, columns=128),
-    ),
-    "awq-64": (
-        {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True},
-        partial(awq, size=64),
-    ),
+    **{
+        f"fp8-{n}": (
+            {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [n, n]},
+            partial(in_blocks, rows=n, columns=n),
+        )
+        for n in (8, 16, 128)
+    },
+    **{
+        f"awq-{n}": (
+            {"quant_method": "awq", "bits": 4, "group_size": n, "version": "gemm", "zero_point": True},
+            partial(awq, size=n),
+        )
+        for n in (8, 16, 64)
+    },
     "packed": (packs("group", group_size=32), packed),
     "packed-zeros": (packs("group", group_size=32, symmetric=False), packed_with_zeros),
     "packed-channel": (packs("channel", group_size=None), packed_by_channel),

@@ -38,14 +38,8 @@ def test_products_with_each_pairs_expert(
     of_both, of_down = (None, None) if activation == "silu" else (each.to(dtype) for each in biases)
     gate_up = (torch.randn(count, 2 * width, hidden, device=device) * hidden**-0.5).to(dtype)
     down = (torch.randn(count, hidden, width, device=device) * width**-0.5).to(dtype)
-    chosen = torch.rand(rows, count, device=device).topk(top_k).indices.flatten().int()
-    chosen[-top_k:] = count  # the last row is not there
-    pairs, block_m = len(chosen), tile_pairs(rows * top_k, count)
-    tiles = torch.zeros(most_tiles(pairs, count, block_m), TILE_FIELDS, dtype=torch.int32, device=device)
-    groups = Groups(torch.zeros_like(chosen), tiles, torch.zeros(1, dtype=torch.int32, device=device), block_m)
-    group(chosen, groups, num_experts=count, pdl=False)
-    both = torch.full((pairs, 2 * width), 7.0, device=device, dtype=dtype)
-    gated, outputs = both[:, :width].clone(), torch.full((pairs, hidden), 7.0, device=device, dtype=dtype)
+    chosen, groups = grouped(rows, count, top_k, device)
+    both, gated, outputs = (x.new_full((len(chosen), columns), 7.0) for columns in (2 * width, width, hidden))
     grouped_product(x, gate_up, both, groups, bias=of_both, pairs_a_row=top_k, halves=2, pdl=False)
     grouped_product(x, gate_up, gated, groups, bias=of_both, pairs_a_row=top_k, gates=activation, halves=2, pdl=False)
     grouped_product(gated, down, outputs, groups, bias=of_down, pairs_a_row=1, pdl=False)
@@ -65,6 +59,17 @@ def test_products_with_each_pairs_expert(
         torch.testing.assert_close(outputs[own].float(), made, **tolerance)
     assert (both[-top_k:] == 7.0).all()
     assert (outputs[-top_k:] == 7.0).all()
+
+
+def grouped(rows: int, count: int, top_k: int, device: str) -> tuple[torch.Tensor, Groups]:
+    """Each pair's expert, drawn, and the pairs by expert."""
+    chosen = torch.rand(rows, count, device=device).topk(top_k).indices.flatten().int()
+    chosen[-top_k:] = count  # the last row is not there
+    block_m = tile_pairs(len(chosen), count)
+    tiles = torch.zeros(most_tiles(len(chosen), count, block_m), TILE_FIELDS, dtype=torch.int32, device=device)
+    groups = Groups(torch.zeros_like(chosen), tiles, torch.zeros(1, dtype=torch.int32, device=device), block_m)
+    group(chosen, groups, num_experts=count, pdl=False)
+    return chosen, groups
 
 
 def in_codes(weight: torch.Tensor, name: str, inputs_of_scale: int) -> QuantizedStack:
@@ -105,14 +110,8 @@ def test_products_with_codes(
     down = in_codes(torch.randn(count, hidden, width, device=device, dtype=dtype) * width**-0.5, name, size)
     assert gate_up.has_kernel
     bias = torch.randn(count, 2 * width, device=device).to(dtype) if rows % 2 else None
-    chosen = torch.rand(rows, count, device=device).topk(top_k).indices.flatten().int()
-    chosen[-top_k:] = count  # the last row is not there
-    pairs, block_m = len(chosen), tile_pairs(rows * top_k, count)
-    tiles = torch.zeros(most_tiles(pairs, count, block_m), TILE_FIELDS, dtype=torch.int32, device=device)
-    groups = Groups(torch.zeros_like(chosen), tiles, torch.zeros(1, dtype=torch.int32, device=device), block_m)
-    group(chosen, groups, num_experts=count, pdl=False)
-    both = torch.full((pairs, 2 * width), 7.0, device=device, dtype=dtype)
-    gated, outputs = both[:, :width].clone(), torch.full((pairs, hidden), 7.0, device=device, dtype=dtype)
+    chosen, groups = grouped(rows, count, top_k, device)
+    both, gated, outputs = (x.new_full((len(chosen), columns), 7.0) for columns in (2 * width, width, hidden))
     grouped_product(x, gate_up, both, groups, bias=bias, pairs_a_row=top_k, halves=2, pdl=False)
     grouped_product(x, gate_up, gated, groups, bias=bias, pairs_a_row=top_k, gates="silu", halves=2, pdl=False)
     grouped_product(gated, down, outputs, groups, pairs_a_row=1, pdl=False)
@@ -130,10 +129,7 @@ def test_products_with_codes(
 
 
 def whole(stack: QuantizedStack, expert: int) -> torch.Tensor:
-    stack.dtype, kept = torch.float32, stack.dtype
-    weight = stack[expert]
-    stack.dtype = kept
-    return weight
+    return QuantizedStack(stack.parts, stack.group_size, torch.float32)[expert]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -74,7 +74,7 @@ class _Plain:
         self._left = self._trusted
 
     def seconds(self) -> float:
-        """For a step with guesses."""
+        """For a step with guesses, which it counts."""
         self._left -= 1
         if not self._left:
             self._trusted = min(_LONGEST_TRUSTED, 2 * self._trusted)
@@ -125,7 +125,7 @@ class Guessing:
         self._is_trying = False
         self._was_guessing = False
         self.waits = False  # the planner holds it back for its last draw
-        self.drawn: tuple[int, float] | None = None  # by EngineCore: its last step, and when that was over
+        self.drawn: tuple[int, float] | None = None  # its last step, and when that was over: planning/guesses.py's
 
     def length(self, rate: float = 0.0) -> int:
         """0: none. rate: of right ones of late, as far as it is known without guessing."""

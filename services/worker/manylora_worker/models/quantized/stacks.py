@@ -1,4 +1,4 @@
-"""The weights of a layer's experts, one behind the other in a tensor of codes: FP8, or the 4 bits of AWQ and GPTQ."""
+"""The weights of a layer's experts, one behind the other in a tensor of codes: FP8, or 4 bits."""
 
 from __future__ import annotations
 

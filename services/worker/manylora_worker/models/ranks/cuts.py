@@ -75,7 +75,7 @@ def own_outputs(path: str, outputs: int, config: PretrainedConfig, group: RankGr
 
 
 def _own_parts(names: Sequence[str], outputs: int, text: PretrainedConfig, group: RankGroup) -> Iterator[range]:
-    # Some mixtures have experts' width alone; and transformers gives no number by which layers differ.
+    # What the configuration does not have (a dense width in a mixture, numbers that differ by layer) has equal parts.
     counts = [vars(text).get(name, 1) for name in names]
     first = 0
     for count in counts:

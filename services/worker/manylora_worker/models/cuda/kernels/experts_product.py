@@ -40,6 +40,16 @@ def activate_times(gate, up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def _load_tile(tile_ptr, order_ptr, BLOCK_M: tl.constexpr):
+    """Its expert, and its pairs with the mask of those that are there, [BLOCK_M]."""
+    first = tl.load(tile_ptr)
+    offsets = tl.arange(0, BLOCK_M)
+    mask = offsets < tl.load(tile_ptr + 1)
+    pairs = tl.load(order_ptr + first + offsets, mask=mask, other=0)
+    return tl.load(tile_ptr + 2).to(tl.int64), pairs, mask
+
+
+@triton.jit
 def _product_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, count_ptr, stride_out, N: tl.constexpr, K: tl.constexpr,
     PAIRS_A_ROW: tl.constexpr, HALVES: tl.constexpr, BIAS: tl.constexpr, GATES: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -54,12 +64,7 @@ def _product_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if tile >= tl.load(count_ptr):
         return
-    first = tl.load(tiles_ptr + tile * 4)
-    pairs_there = tl.load(tiles_ptr + tile * 4 + 1)
-    expert = tl.load(tiles_ptr + tile * 4 + 2).to(tl.int64)
-    offsets = tl.arange(0, BLOCK_M)
-    mask = offsets < pairs_there
-    pairs = tl.load(order_ptr + first + offsets, mask=mask, other=0)
+    expert, pairs, mask = _load_tile(tiles_ptr + tile * 4, order_ptr, BLOCK_M)
     x_rows = x_ptr + (pairs // PAIRS_A_ROW).to(tl.int64)[None, :] * K
     w_rows = w_ptr + (expert * (HALVES * N) + columns.to(tl.int64))[:, None] * K
     # The weight's rows stand on the matrix unit's long side: an expert's rows of x are few.
@@ -133,12 +138,7 @@ def _codes_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if tile >= tl.load(count_ptr):
         return
-    first = tl.load(tiles_ptr + tile * 4)
-    pairs_there = tl.load(tiles_ptr + tile * 4 + 1)
-    expert = tl.load(tiles_ptr + tile * 4 + 2).to(tl.int64)
-    offsets = tl.arange(0, BLOCK_M)
-    mask = offsets < pairs_there
-    pairs = tl.load(order_ptr + first + offsets, mask=mask, other=0)
+    expert, pairs, mask = _load_tile(tiles_ptr + tile * 4, order_ptr, BLOCK_M)
     x_rows = x_ptr + (pairs // PAIRS_A_ROW).to(tl.int64)[:, None] * K
     w_rows = expert * (HALVES * N) + columns.to(tl.int64)
     PACKED: tl.constexpr = 2 if FOUR_BITS else 1  # inputs of a code's byte
