@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from ledger_sinks import check_sink, check_sums, rows_of
+from manylora_shared.ledger.row import UsageRow
 from manylora_shared.ledger.usage import Query
 from manylora_shared.ledger_sinks.base import SinkDown
 from manylora_shared.ledger_sinks.sqlite import SqliteSink
@@ -33,10 +35,35 @@ def test_several_write_one_file(tmp_path: Path) -> None:
     check_sums(SqliteSink(tmp_path / "usage.sqlite"), rows)
 
 
-def test_a_file_of_an_earlier_version_gets_the_columns_that_it_lacks(tmp_path: Path) -> None:
-    with closing(sqlite3.connect(tmp_path / "usage.sqlite")) as connection, connection:
+@pytest.mark.parametrize("made", ["never", "by an earlier version"])
+def test_several_open_one_file_at_once(tmp_path: Path, made: str) -> None:
+    ready = threading.Barrier(4)
+
+    def put(path: Path, row: UsageRow) -> None:
+        sink = SqliteSink(path)
+        ready.wait()
+        sink.put([row])
+        sink.close()
+
+    rows = rows_of(4)
+    with ThreadPoolExecutor(4) as threads:
+        for number in range(30):  # one open in six was refused before
+            path = tmp_path / f"{number}.sqlite"
+            if made != "never":
+                _earlier(path)
+            for done in [threads.submit(put, path, row) for row in rows]:
+                done.result()
+            assert set(rows) <= set(SqliteSink(path).page(Query(), "", 10).rows)
+
+
+def _earlier(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("CREATE TABLE usage (request_id TEXT PRIMARY KEY, tenant TEXT, ended_unix_s REAL)")
         connection.execute("INSERT INTO usage VALUES ('old', 'acme', 1.0)")
+
+
+def test_a_file_of_an_earlier_version_gets_the_columns_that_it_lacks(tmp_path: Path) -> None:
+    _earlier(tmp_path / "usage.sqlite")
     sink = SqliteSink(tmp_path / "usage.sqlite")
     rows = rows_of(3)
     sink.put(rows)

@@ -6,6 +6,7 @@ Several processes write it, each a batch in a transaction; a row's request id is
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -56,15 +57,36 @@ class SqliteSink:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         connection = sqlite3.connect(self._path, timeout=_BUSY_S, check_same_thread=False)
         try:
-            connection.execute("PRAGMA journal_mode=WAL")
+            _write_ahead(connection)
             connection.execute("PRAGMA synchronous=FULL")  # in this mode NORMAL can lose the last commits
-            known = [name for _, name, *_ in connection.execute("PRAGMA table_info(usage)")]
-            for statement in _SQL.added(known) if known else _SQL.made:
-                connection.execute(statement)
+            if _missing(connection):
+                with connection:
+                    connection.execute("BEGIN IMMEDIATE")
+                    for statement in _missing(connection):  # another process may have made it meanwhile
+                        connection.execute(statement)
         except BaseException:
             connection.close()
             raise
         return connection
+
+
+def _write_ahead(connection: sqlite3.Connection) -> None:
+    """Waits for others as a statement does: SQLite refuses this change at once while one of them reads."""
+    until = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as e:
+            if e.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                raise
+            time.sleep(0.01)
+
+
+def _missing(connection: sqlite3.Connection) -> Sequence[str]:
+    """The statements that make the table, or the columns that an earlier version did not have."""
+    known = [name for _, name, *_ in connection.execute("PRAGMA table_info(usage)")]
+    return _SQL.added(known) if known else _SQL.made
 
 
 @contextmanager
