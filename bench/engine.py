@@ -48,7 +48,7 @@ from manylora_shared.process.heap import freeze_started
 from manylora_worker.kinds.api import PENDING_TOKEN, Sampling, SequenceChunk, StepBatch
 from manylora_worker.models.checkpoint import Quantization
 from manylora_worker.models.cuda.runner import DeviceLimits, DeviceModelRunner
-from manylora_worker.models.decoder_weights import read_decoder
+from manylora_worker.models.decoder.read import read_decoder
 from manylora_worker.models.layers.attention import ATTENTION, register_attention
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.loader import LoadedModel, prepare_model

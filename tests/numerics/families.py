@@ -1,4 +1,4 @@
-"""Tiny random models of every family that is served; the fusion table does not know ministral3.
+"""Tiny random models of every family that is served.
 
 Weights are drawn wide, so that attention scores are large: a soft cap, a window or a scale that is ignored shows. All
 windows are shorter than the prompts of the tests.
@@ -219,6 +219,11 @@ UNLIKE: dict[str, Callable[[], PretrainedConfig]] = {
         **_GEMMA4, hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1,
         layer_types=["sliding_attention", "full_attention", "full_attention"], enable_moe_block=True, num_experts=8,
         top_k_experts=3, moe_intermediate_size=40,
+    ),
+    "gemma4_moe_wide": lambda: Gemma4TextConfig(
+        **{**_GEMMA4, "num_key_value_heads": 4}, hidden_size_per_layer_input=0, attention_k_eq_v=True,
+        num_global_key_value_heads=2, layer_types=["sliding_attention", "full_attention", "full_attention"],
+        enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=48,
     ),
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from manylora_worker.models import loader
 from manylora_worker.models.cuda.runner import DeviceLimits, DeviceModelRunner
-from manylora_worker.models.decoder_weights import read_decoder
+from manylora_worker.models.decoder.read import read_decoder
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.weights.source import read_adapter

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
 
 from manylora_worker.models.cuda.kernels.attention import PagedLayout, attend_prefill, prefill_block_m
-from manylora_worker.models.decoder_weights import AttentionShape
+from manylora_worker.models.decoder.weights import AttentionShape
 from manylora_worker.models.layers.fp8_codes import FP8
 
 from tests.numerics.interpreter import DEVICES, INTERPRETED

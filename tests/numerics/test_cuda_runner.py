@@ -50,14 +50,14 @@ from manylora_worker.models.cuda import decoder
 from manylora_worker.models.cuda.pass_sizes import buffer_bytes
 from manylora_worker.models.cuda.runner import DeviceLimits, DeviceModelRunner
 from manylora_worker.models.cuda.step_tables import StepTables
-from manylora_worker.models.decoder_weights import read_decoder
+from manylora_worker.models.decoder.read import read_decoder
 
 from tests.numerics.interpreter import DEVICES, needs_interpreter
 from tests.numerics.reference_tiles import ReferenceTiles
 
 pytestmark = pytest.mark.kernels
 
-WITHOUT_KERNELS = ("olmo2", "olmo3", "ministral3")
+WITHOUT_KERNELS = ("olmo2", "olmo3")
 ON_DEVICE = [
     *(name for name in FAMILIES if name not in WITHOUT_KERNELS), "qwen3_5_text", "gemma4_text", "gemma4_wide"
 ]  # fmt: skip
@@ -184,6 +184,7 @@ def test_on_the_device(family_of: FamilyOf, name: str, monkeypatch: pytest.Monke
     [
         ("llama", False),
         ("gemma3_text", True),
+        pytest.param("ministral3", True, marks=pytest.mark.slow),
         ("llama" + KV_IN_FP8, True),
         pytest.param("qwen3_5_text", True, marks=pytest.mark.slow),
         pytest.param("gemma4_text", True, marks=pytest.mark.slow),

@@ -18,7 +18,7 @@ from tests.numerics.conftest import KV_IN_FP8, FamilyOf
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 from manylora_worker.models.cuda.runner import DeviceLimits, DeviceModelRunner
-from manylora_worker.models.decoder_weights import read_decoder
+from manylora_worker.models.decoder.read import read_decoder
 
 from tests.numerics.interpreter import DEVICES, needs_interpreter
 

@@ -12,7 +12,7 @@ from manylora_worker.models.checkpoint import Quantization
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 from manylora_worker.models.cuda.pass_sizes import buffer_bytes
-from manylora_worker.models.decoder_weights import read_decoder
+from manylora_worker.models.decoder.read import read_decoder
 
 from tests.numerics.driver import Driver
 from tests.numerics.interpreter import DEVICES
@@ -24,7 +24,7 @@ TOLERANCE = 1e-3
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen3_5_moe_text", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen3_5_moe_text", "qwen3_next", "gemma4_moe"])
 def test_a_mixed_batch_on_the_device(family: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_device(make_mixture(tmp_path, family), device, "none", monkeypatch)
 
@@ -33,7 +33,7 @@ def test_a_mixed_batch_on_the_device(family: str, device: str, tmp_path: Path, m
 @pytest.mark.parametrize(
     ("family", "shipped", "quantization"),
     [
-        ("qwen3_moe", "", "fp8"), ("gpt_oss", "", "fp8"), ("qwen3_5_moe_text", "", "fp8"),
+        ("qwen3_moe", "", "fp8"), ("gpt_oss", "", "fp8"), ("qwen3_5_moe_text", "", "fp8"), ("gemma4_moe", "", "fp8"),
         ("qwen3_moe_wide", "fp8", "fp8"), ("qwen3_moe_wide", "awq-64", "int4"), ("qwen3_moe_wide", "gptq-sym", "int4"),
     ],
 )  # fmt: skip
@@ -73,7 +73,7 @@ def check_device(mixture: Mixture, device: str, quantization: Quantization, monk
             assert stream.output[2:] == own
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe_text", "gemma4_moe"])
 def test_what_is_kept_for_steps_is_what_they_take(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "can_pack", lambda *_: False)
     mixture = make_mixture(tmp_path, family)

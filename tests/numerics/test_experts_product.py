@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed: it comes with CUD
 
 from manylora_worker.models.cuda.kernels.experts_product import grouped_product, tile_pairs
 from manylora_worker.models.cuda.kernels.experts_route import TILE_FIELDS, Groups, group, most_tiles
-from manylora_worker.models.decoder_weights import ExpertActivation
+from manylora_worker.models.decoder.weights import ExpertActivation
 from manylora_worker.models.layers.mixture import clamped_swiglu
 from manylora_worker.models.quantized.stacks import QuantizedStack, quantized_stack
 

@@ -19,7 +19,7 @@ def test_pairs_stand_by_expert_and_in_order(rows: int, there: int, count: int, t
     if rows > 100 and device == "cpu":
         rows, there = 30, 27
     torch.manual_seed(rows)
-    parts = torch.randn(2, rows, count)
+    parts, scales = torch.randn(2, rows, count), torch.rand(count) if rows == 11 else None
     pairs, block_m = rows * top_k, 16
 
     def buffer(length: int) -> torch.Tensor:
@@ -31,8 +31,9 @@ def test_pairs_stand_by_expert_and_in_order(rows: int, there: int, count: int, t
     route(
         parts.to(device), chosen, shares, groups, num_experts=count, top_k=top_k, normalizes=True,
         num_rows=torch.tensor([there], dtype=torch.int32, device=device), lora=None, dtype=torch.float32, pdl=False,
+        scales=None if scales is None else scales.to(device),
     )  # fmt: skip
-    wanted, experts = chosen_experts(parts.sum(0)[:there], top_k, normalizes=True)
+    wanted, experts = chosen_experts(parts.sum(0)[:there], top_k, normalizes=True, scales=scales)
     assert torch.equal(chosen.cpu().view(rows, top_k)[:there].long(), experts)
     assert (chosen.cpu().view(rows, top_k)[there:] == count).all()
     torch.testing.assert_close(shares.cpu().view(rows, top_k)[:there], wanted)

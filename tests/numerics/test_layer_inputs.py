@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from manylora_worker.models.decoder_weights import read_decoder
+from manylora_worker.models.decoder.read import read_decoder
 from manylora_worker.models.torch.layer_inputs import InputOfLayer, TokenInputs
 
 from tests.numerics.conftest import FamilyOf

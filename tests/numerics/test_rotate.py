@@ -43,13 +43,14 @@ def test_rotate_store(half: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kv_products", [0, 1, 2])
-def test_what_of_keys_and_values_is_made(kv_products: int, device: str) -> None:
-    """Values of the keys' columns, or none of either; values normed, heads with a norm of their own before rotation."""
+@pytest.mark.parametrize(("kv_products", "scales"), [(0, False), (1, False), (2, False), (2, True)])
+def test_what_of_keys_and_values_is_made(kv_products: int, scales: bool, device: str) -> None:
+    """Values of the keys' columns, or none of either; values normed, heads with a norm of their own before rotation;
+    queries scaled by their position behind it."""
     torch.manual_seed(0)
     heads, kv_heads, head_dim, eps = 4, 2, 16, 1e-5
     qkv = torch.randn(1, ROWS, (heads + kv_products * kv_heads) * head_dim)
-    angles, weights = torch.randn(ROWS, head_dim // 2), torch.rand(2, head_dim)
+    angles, weights, by_position = torch.randn(ROWS, head_dim // 2), torch.rand(2, head_dim), 1 + torch.rand(ROWS)
     indices = torch.arange(ROWS, dtype=torch.int32, device=device)
     layout = PagedLayout(block_size=1, stride_block=64, stride_token=32, stride_kv=32, stride_head=16)
     q, cache = torch.zeros(ROWS, heads * head_dim, device=device), torch.full((ROWS * 64,), 7.0, device=device)
@@ -59,7 +60,7 @@ def test_what_of_keys_and_values_is_made(kv_products: int, device: str) -> None:
         k_norm=weights[1].to(device) if kv_products else None, eps=eps, weight_plus_one=False, num_heads=heads,
         num_kv_heads=kv_heads, head_dim=head_dim, layout=layout,
         num_rows=torch.tensor(ROWS_THERE, dtype=torch.int32, device=device), lora=None, num_slots=3,
-        kv_products=kv_products, norms_values=True, pdl=False,
+        kv_products=kv_products, norms_values=True, query_scales=by_position.to(device) if scales else None, pdl=False,
     )  # fmt: skip
     made = qkv[0].view(ROWS, -1, head_dim)
 
@@ -68,7 +69,8 @@ def test_what_of_keys_and_values_is_made(kv_products: int, device: str) -> None:
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
         return torch.cat((one * cos - two * sin, two * cos + one * sin), 2).flatten(1)
 
-    torch.testing.assert_close(q[:ROWS_THERE].cpu(), rotated(made[:, :heads], weights[0])[:ROWS_THERE])
+    queries = rotated(made[:, :heads], weights[0]) * (by_position[:, None] if scales else 1)
+    torch.testing.assert_close(q[:ROWS_THERE].cpu(), queries[:ROWS_THERE])
     stored = torch.full((ROWS, 2, 32), 7.0)
     if kv_products:
         values = made[:, heads + (kv_products - 1) * kv_heads :]

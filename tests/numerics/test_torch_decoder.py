@@ -14,7 +14,7 @@ import pytest
 import torch
 from manylora_shared.composition import Part, key_of
 from manylora_worker.kinds.api import Sampling, StepBatch
-from manylora_worker.models.decoder_weights import read_decoder
+from manylora_worker.models.decoder.read import read_decoder
 from manylora_worker.models.loader import load_model
 from manylora_worker.models.torch.decoder import trusted_weights
 from manylora_worker.weights.source import AdapterInvalid, read_adapter
@@ -26,16 +26,15 @@ from tests.numerics.driver import LIMITS, Driver, Stream, make_runner, prompts, 
 from tests.numerics.families import FAMILIES
 from tests.numerics.test_columns import save_trained
 
-BY_TRANSFORMERS = frozenset({"ministral3"})
 WITHOUT_KERNELS = frozenset({"olmo2", "olmo3"})
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_which_families_are_read(family_of: FamilyOf, name: str) -> None:
-    """ministral3 scales queries by their position; the kernels do not norm all heads together, as OLMo does."""
+    """The kernels do not norm all heads together, as OLMo does."""
     weights = trusted_weights(family_of(name).loaded)
-    assert (weights is None) == (name in BY_TRANSFORMERS)
-    assert weights is None or weights.has_kernels == (name not in WITHOUT_KERNELS)
+    assert weights is not None
+    assert weights.has_kernels == (name not in WITHOUT_KERNELS)
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "granite", "smollm3", "gemma4_text", "gemma4_wide"])

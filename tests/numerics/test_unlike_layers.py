@@ -75,7 +75,7 @@ def test_what_is_loaded(family_of: FamilyOf) -> None:
 
 @OWN_PATTERNS
 def test_beside_experts(tmp_path: Path) -> None:
-    """Their router is transformers'; adapters are on its layer, attention, the dense MLP and stacks."""
+    """The router is none of the known ones; adapters are on its layer, attention, the dense MLP and stacks."""
     mixture = make_mixture(tmp_path, "gemma4_moe")
     check_mixed_batch(mixture)
     modules = mixture.loaded.spec.modules
@@ -84,6 +84,10 @@ def test_beside_experts(tmp_path: Path) -> None:
     narrow = load_model(str(mixture.folder), dtype=torch.bfloat16)
     assert narrow.spec.experts.keys() == mixture.loaded.spec.experts.keys(), "shares come in 32 bits there"
     check_against_eager(narrow, _planner(narrow))
+    for loaded in (mixture.loaded, narrow):
+        weights = trusted_weights(loaded)
+        assert weights is not None
+        assert weights.has_kernels
 
 
 def test_the_text_part_of_a_model_of_text_images_and_sound(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from tests.numerics.families import FAMILIES, RECURRENT, VOCAB_SIZE
 from tests.numerics.mixtures import make_mixture
 from tests.numerics.test_swaps_against_peft import NUM_BLOCKS, asked, fight
 
-SHARED_MIXTURES = ("qwen3_moe", "qwen3_5_moe_wide", "qwen3_next_wide")
+SHARED_MIXTURES = ("qwen3_moe", "qwen3_5_moe_wide", "qwen3_next_wide", "gemma4_moe_wide")
 SHARED_FAMILIES = (
     *sorted(cuts.SHARED_FAMILIES & FAMILIES.keys()),
     *("qwen3_5_text", "qwen3_5_wide", "gemma4_text", "gemma4_shared"),

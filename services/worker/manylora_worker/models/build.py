@@ -33,7 +33,7 @@ from manylora_worker.constraints.compiler import ConstraintCompiler
 from manylora_worker.kinds.api import DraftModel, ModelRunner
 from manylora_worker.kinds.guessing import MOST_SPECULATING
 from manylora_worker.models.checkpoint import ModelRefused, said, sampling_defaults
-from manylora_worker.models.decoder_weights import DecoderWeights
+from manylora_worker.models.decoder.weights import DecoderWeights
 from manylora_worker.models.drafts.drafter import Drafter
 from manylora_worker.models.drafts.pairs import DraftParts, load_draft
 from manylora_worker.models.layers.kv_cache import MIB, KvCache

@@ -30,7 +30,7 @@ _FUSED: Mapping[str, Sequence[Sequence[str]]] = {
 FUSED_PROJECTIONS: Mapping[str, Mapping[str, Sequence[Sequence[str]]]] = {
     family: _FUSED
     for family in (
-        *("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
+        *("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
         *("granite", "smollm3", "exaone4", "olmo2", "olmo3", "seed_oss", "qwen3_moe", "gpt_oss"),
         *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gemma4_text"),
     )

@@ -14,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 _DYNAMIC = "dynamic"
 _ORIGINAL = "original_max_position_embeddings"
+QUERY_SCALING = "llama_4_scaling_beta"
 UNREAD = "the base model runs as transformers wrote it, with its own rotation alone"
 
 
@@ -25,6 +26,8 @@ def base_rope(config: PretrainedConfig, longest_tokens: int, *, is_read: bool, r
         problem = "the base model does not rotate positions"
     elif any(isinstance(each, Mapping) for each in own.values()):
         problem = "the base model rotates positions differently by kind of layer"
+    elif own.get(QUERY_SCALING) and is_read:
+        problem = "the base model scales queries by their position"
     elif not rotates_all and is_read:
         problem = "some of the base model's layers do not rotate positions"
     original = own.get(_ORIGINAL) or getattr(config, "max_position_embeddings", 0)

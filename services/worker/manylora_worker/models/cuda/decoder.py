@@ -35,8 +35,9 @@ from manylora_worker.models.cuda.kernels.lora_tiles import FEWEST_ROWS, MOST_ROW
 from manylora_worker.models.cuda.kernels.rotate import rotate_store, row_angles
 from manylora_worker.models.cuda.layer_inputs import InputPass
 from manylora_worker.models.cuda.pass_sizes import PassSizes, widest
-from manylora_worker.models.decoder_weights import (
+from manylora_worker.models.decoder.weights import (
     DecoderWeights,
+    DenseBranch,
     DenseMlp,
     GatedDelta,
     MixtureMlp,
@@ -135,7 +136,7 @@ class Decoder:
         self._mixed, self._routed = buffer("mixed"), buffer("routed")
         self._q, self._gates, self._attended = buffer("q"), buffer("gates"), buffer("attended")
         self._gate_up, self._gated = buffer("gate_up"), buffer("gated")
-        self._shared, self._shared_gates = buffer("shared"), buffer("shared_gates")
+        self._shared, self._shared_gates, self._branch = buffer("shared"), buffer("shared_gates"), buffer("branch")
         self._experts = None
         if sizes.mixture is not None:
             assert experts is not None
@@ -250,7 +251,9 @@ class Decoder:
         self, mlp: DenseMlp | MixtureMlp, normed: Tensor, delta: Tensor, step: DeviceStep
     ) -> tuple[Tensor, LoraRows | None]:
         if isinstance(mlp, MixtureMlp):
-            self._mixture(mlp, normed, delta, step)
+            if mlp.branch is not None:
+                return self._branched(mlp, mlp.branch, normed, delta, step)[None], None
+            self._mixture(mlp, normed, self._routed_to(mlp, normed, step), delta, step)
             if mlp.shared is not None:
                 self._add_shared(mlp.shared, normed, delta, step)
             if self.weights.group is not None:
@@ -273,15 +276,35 @@ class Decoder:
         product, lora = self._product(shared.mlp.down, gated, self._shared[: step.rows], step)
         combine(product, delta, num_rows=step.num_rows, lora=lora, gates=gates, pdl=self._pdl)
 
-    def _mixture(self, mlp: MixtureMlp, normed: Tensor, delta: Tensor, step: DeviceStep) -> None:
+    def _branched(
+        self, mlp: MixtureMlp, branch: DenseBranch, residual: Tensor, delta: Tensor, step: DeviceStep
+    ) -> Tensor:
+        """residual: the layer's as it is, which stays. [rows, hidden]: what joins it, before the norm of both."""
+        x, total = self._branch[: step.rows], self._shared[: step.rows].zero_()
+        self._norm(None, residual, x, None, branch.norm, step, None)
+        product, lora = self._summed(branch.mlp.down, self._gated_rows(branch.mlp, x, step), delta, step)
+        self._norm(product, total, x, branch.post_norm, None, step, lora)
+        self._norm(None, residual, x, None, branch.router_norm, step, None)
+        routed = self._routed_to(mlp, x, step)
+        self._norm(None, residual, x, None, branch.experts_norm, step, None)
+        self._mixture(mlp, x, routed, delta, step)
+        if self.weights.group is not None:
+            self.weights.group.all_reduce(delta)
+        self._norm(delta[None], total, x, branch.experts_post_norm, None, step, None)
+        return total
+
+    def _routed_to(self, mlp: MixtureMlp, x: Tensor, step: DeviceStep) -> tuple[Tensor, LoraRows | None]:
         routed = _rows_of(self._routed, step.rows, mlp.router.out_features)
-        product, lora = self._product(mlp.router, normed, routed, step, expands=False)
+        return self._product(mlp.router, x, routed, step, expands=False)
+
+    def _mixture(
+        self, mlp: MixtureMlp, x: Tensor, routed: tuple[Tensor, LoraRows | None], delta: Tensor, step: DeviceStep
+    ) -> None:
         assert self._experts is not None
         self._experts.run(
             mlp,
-            normed,
-            product,
-            lora,
+            x,
+            *routed,
             delta,
             num_rows=step.num_rows,
             row_adapters=None if step.lora is None else step.lora.row_adapters,
@@ -490,6 +513,7 @@ class Decoder:
             angles_by_row=step.lora is not None and len(self.weights.ropes) == 1,
             scales=self._scales[mixer.index],
             cuts=self._cuts,
+            query_scales=self.weights.query_scales,
             pdl=self._pdl,
         )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from manylora_worker.models.cuda.kernels.combine import combine
 from manylora_worker.models.cuda.kernels.delta_net import StateLayout, convolve, delta_rule, gated_norm
 from manylora_worker.models.cuda.kernels.lora import LoraRows
-from manylora_worker.models.decoder_weights import GatedDelta
+from manylora_worker.models.decoder.weights import GatedDelta
 from manylora_worker.models.layers.delta_net import DeltaShape
 
 

@@ -21,7 +21,7 @@ from manylora_worker.models.cuda.kernels.experts_lora import (
 from manylora_worker.models.cuda.kernels.experts_product import grouped_product, tile_pairs
 from manylora_worker.models.cuda.kernels.experts_route import TILE_FIELDS, Groups, group, most_tiles, route
 from manylora_worker.models.cuda.kernels.lora import CHUNK_RANKS, LoraRows
-from manylora_worker.models.decoder_weights import DecoderWeights, MixtureMlp
+from manylora_worker.models.decoder.weights import DecoderWeights, MixtureMlp
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class ExpertMlp:
         groups = Groups(self._order[:pairs], tiles, self._count, block_m)
         route(
             routed, chosen, shares, groups, num_experts=count, top_k=top_k, normalizes=mlp.normalizes,
-            num_rows=num_rows, lora=router_lora, dtype=x.dtype, pdl=self._pdl,
+            num_rows=num_rows, lora=router_lora, scales=mlp.share_scales, dtype=x.dtype, pdl=self._pdl,
         )  # fmt: skip
         if x.shape[0] > 1:
             group(chosen, groups, num_experts=count, pdl=self._pdl)

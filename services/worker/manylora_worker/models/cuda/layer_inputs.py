@@ -10,7 +10,7 @@ from torch import Tensor
 
 from manylora_worker.models.cuda.kernels.layer_inputs import gate_input, token_inputs
 from manylora_worker.models.cuda.kernels.lora import LoraRows
-from manylora_worker.models.decoder_weights import DecoderWeights, LayerInput, LayerInputs, Projection
+from manylora_worker.models.decoder.weights import DecoderWeights, LayerInput, LayerInputs, Projection
 
 
 class Product(Protocol):

@@ -13,7 +13,7 @@ from manylora_worker.models.cuda.kernels.gemm import PARTS_ELEMENTS
 from manylora_worker.models.cuda.kernels.lora import low_rank_columns, shrink_splits
 from manylora_worker.models.cuda.kernels.lora_tiles import MOST_ROWS
 from manylora_worker.models.cuda.layer_inputs import InputSizes
-from manylora_worker.models.decoder_weights import AttentionShape, DecoderWeights, DenseMlp, MixtureMlp
+from manylora_worker.models.decoder.weights import AttentionShape, DecoderWeights, DenseMlp, MixtureMlp
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class PassSizes:
         is_gated = any(each.shape.is_gated for each in weights.attentions)
         mixtures = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MixtureMlp)]
         shared = [mlp.shared.mlp for mlp in mixtures if mlp.shared is not None]
-        dense = [*(layer.mlp for layer in weights.layers if isinstance(layer.mlp, DenseMlp)), *shared]
+        branches = [mlp.branch.mlp for mlp in mixtures if mlp.branch is not None]
+        dense = [*(layer.mlp for layer in weights.layers if isinstance(layer.mlp, DenseMlp)), *shared, *branches]
         gate_up = max((mlp.gate_up.out_features for mlp in dense), default=0)
         gated = max((mlp.down.in_features for mlp in dense), default=0)
         routers = [mlp.router.out_features for mlp in mixtures]
@@ -60,7 +61,8 @@ class PassSizes:
                 "gate_up": (max_rows, gate_up),
                 "gated": (max_rows, gated),
                 "routed": (max_rows, max(routers, default=0)),
-                "shared": (max_rows, weights.hidden_size if shared else 0),
+                "shared": (max_rows, weights.hidden_size if shared or branches else 0),
+                "branch": (max_rows, weights.hidden_size if branches else 0),
                 "shared_gates": (max_rows, min(1, len(shared))),
                 "logits": (max_decode_rows, weights.vocab_size),
                 "lora": (min(max_rows, MOST_ROWS), max(first_outputs, last_outputs)),

@@ -47,7 +47,7 @@ from manylora_worker.models.cuda.pending_step import Draws, PendingStep
 from manylora_worker.models.cuda.sampler_rows import SamplerRows, bars_on_device
 from manylora_worker.models.cuda.step_packing import PackedStep, StepPacker
 from manylora_worker.models.cuda.step_tables import StepTables, to_device
-from manylora_worker.models.decoder_weights import DecoderLayer, DecoderWeights, DenseMlp, GatedDelta
+from manylora_worker.models.decoder.weights import DecoderLayer, DecoderWeights, DenseMlp, GatedDelta
 from manylora_worker.models.drafts.drafter import Drafter
 from manylora_worker.models.layers.host_kv import TensorHostKv
 from manylora_worker.models.layers.kv_cache import KvCache, LayerKv

@@ -9,7 +9,7 @@ from manylora_shared.stores.model_files import ModelNotFound, model_folder
 from transformers import AutoTokenizer
 
 from manylora_worker.models.checkpoint import ModelRefused, said
-from manylora_worker.models.decoder_weights import DecoderWeights
+from manylora_worker.models.decoder.weights import DecoderWeights
 from manylora_worker.models.loader import LoadedModel, load_model
 from manylora_worker.models.torch.decoder import trusted_weights
 from manylora_worker.models.torch.kv_scales import with_fp8_kv

@@ -137,9 +137,13 @@ class LoraRouter(nn.Module):
         return logits, *chosen_experts(logits, self.top_k, normalizes=self.normalizes)
 
 
-def chosen_experts(logits: Tensor, top_k: int, *, normalizes: bool) -> tuple[Tensor, Tensor]:
-    """Their shares, and which they are, [rows, top_k] each."""
+def chosen_experts(
+    logits: Tensor, top_k: int, *, normalizes: bool, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Their shares, and which they are, [rows, top_k] each. scales: [experts], of shares, which stay float32 then."""
     shares, experts = torch.topk(logits.softmax(-1, dtype=torch.float32), top_k, dim=-1)
     if normalizes:
         shares = shares / shares.sum(-1, keepdim=True)
+    if scales is not None:
+        return shares * scales[experts], experts
     return shares.to(logits.dtype), experts

@@ -27,7 +27,7 @@ from manylora_worker.weights.layout import ALIGNMENT
 # By name: a cut that is wrong is wrong in transformers' pass over it, too, so nothing at load would see it.
 SHARED_FAMILIES = frozenset(
     {
-        *("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
+        *("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
         *("granite", "smollm3", "exaone4", "seed_oss", "phi3", "qwen3_moe"),
         *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gemma4_text"),
     }
@@ -52,8 +52,6 @@ def check_cuts(config: PretrainedConfig, size: int, families: frozenset[str]) ->
             f"--tensor-parallel {size}: model_type {text.model_type} is not one that can be shared among ranks "
             f"({', '.join(sorted(families))})"
         )
-    if getattr(text, "enable_moe_block", False):
-        raise ModelRefused(f"--tensor-parallel {size}: {text.model_type}: its mixture of experts cannot be shared")
     layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
     counts = [(name, getattr(each, name, None) or 0) for each in layers for name in (*_COUNTS, *_DELTA_HEADS)]
     odd = list(dict.fromkeys(f"{name} {count}" for name, count in counts if count % size))

@@ -1,5 +1,5 @@
-"""Inputs of single layers (decoder_weights.LayerInputs) in torch's operators, for torch/decoder.py, whose products and
-norms it is given.
+"""Inputs of single layers (models/decoder) in torch's operators, for torch/decoder.py, whose products and norms it
+is given.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from manylora_worker.models.decoder_weights import LayerInputs
+from manylora_worker.models.decoder.weights import LayerInputs
 
 _Product = Callable[[Tensor], Tensor]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from manylora_worker.kinds.api import DraftModel, Sampled, StepBatch
 from manylora_worker.models.columns import BaseColumns
-from manylora_worker.models.decoder_weights import DecoderWeights
+from manylora_worker.models.decoder.weights import DecoderWeights
 from manylora_worker.models.drafts.drafter import Drafter
 from manylora_worker.models.layers.attention import STEP_KEYWORD
 from manylora_worker.models.layers.host_kv import TensorHostKv

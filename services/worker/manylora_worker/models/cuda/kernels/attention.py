@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manylora_worker.models.decoder_weights import AttentionShape
+from manylora_worker.models.decoder.weights import AttentionShape
 
 PREFILL_TILE_FIELDS = 4
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from manylora_worker.models.cuda.kernels.attention import DecodeScratch, PagedLayout
 from manylora_worker.models.cuda.kernels.cuda_module import CudaKernel, CudaUnavailable, with_instructions
-from manylora_worker.models.decoder_weights import AttentionShape
+from manylora_worker.models.decoder.weights import AttentionShape
 
 _LOG = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from manylora_worker.models.cuda.kernels.experts_product import activate_times
-from manylora_worker.models.decoder_weights import ExpertActivation
+from manylora_worker.models.decoder.weights import ExpertActivation
 
 _K_OF_SPLIT = 1024
 _FEW_PAIRS = 4096  # up to so many, a shrink's inner dimension is split

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from manylora_worker.models.cuda.kernels.experts_route import Groups, most_tiles
-from manylora_worker.models.decoder_weights import ExpertActivation
+from manylora_worker.models.decoder.weights import ExpertActivation
 from manylora_worker.models.layers.mixture import CLAMP_ALPHA, CLAMP_LIMIT
 from manylora_worker.models.quantized.stacks import QuantizedStack
 

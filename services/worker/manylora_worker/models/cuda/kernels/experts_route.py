@@ -35,11 +35,11 @@ class Groups:
 @triton.jit
 def _route_kernel(
     product_ptr, experts_ptr, shares_ptr, order_ptr, tiles_ptr, count_ptr, num_rows_ptr, row_adapters_ptr,
-    low_rank_ptr, weights_ptr, sites_ptr,
+    low_rank_ptr, weights_ptr, sites_ptr, scales_ptr,
     stride_part, stride_low_rank, stride_split, stride_site, E: tl.constexpr, BLOCK_E: tl.constexpr,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, NORMALIZES: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr,
     HAS_LORA: tl.constexpr, CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr,
-    COLUMNS: tl.constexpr, IS_ALONE: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, SCALED: tl.constexpr, IS_ALONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK_E)
@@ -77,6 +77,8 @@ def _route_kernel(
         scores = tl.where(columns == at, -1.0, scores)
     if NORMALIZES:
         shares = shares / tl.sum(shares, 0)
+    if SCALED:
+        shares *= tl.load(scales_ptr + experts)
     tl.store(experts_ptr + out, experts, mask=ks < TOP_K)
     tl.store(shares_ptr + out, shares, mask=ks < TOP_K)
     if IS_ALONE:  # each pair is a tile
@@ -100,6 +102,7 @@ def route(
     lora: LoraRows | None,
     dtype: torch.dtype,
     pdl: bool,
+    scales: Tensor | None = None,
 ) -> None:
     """Args:
     product: [parts, rows, experts], the router's, from gemm.linear.
@@ -108,14 +111,15 @@ def route(
     groups: written where there is one row; else by `group`.
     lora: of the router.
     dtype: the model's.
+    scales: float32 [experts], of shares.
     """
     rows = product.shape[1]
     _route_kernel[(rows,)](
         product, experts, shares, groups.order, groups.tiles, groups.count, num_rows,
-        **expand_arguments(lora, num_rows), stride_part=product.stride(0),
+        **expand_arguments(lora, num_rows), scales_ptr=scales, stride_part=product.stride(0),
         E=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), TOP_K=top_k, BLOCK_K=triton.next_power_of_2(top_k),
         NORMALIZES=normalizes, PARTS=product.shape[0], DTYPE=_TRITON_DTYPES[dtype],
-        IS_ALONE=rows == 1, PDL=pdl, num_warps=1,
+        SCALED=scales is not None, IS_ALONE=rows == 1, PDL=pdl, num_warps=1,
         launch_pdl=pdl,
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from manylora_worker.models.cuda.kernels.lora import (
     load_program,
     program_rows,
 )
-from manylora_worker.models.decoder_weights import Activation
+from manylora_worker.models.decoder.weights import Activation
 
 
 @triton.jit

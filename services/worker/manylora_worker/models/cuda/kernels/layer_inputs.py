@@ -1,5 +1,5 @@
-"""Inputs of single layers (decoder_weights.LayerInputs): what stands behind their products, with LoRA, in float32,
-rounded when stored.
+"""Inputs of single layers (models/decoder): what stands behind their products, with LoRA, in float32, rounded when
+stored.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from manylora_worker.models.cuda.kernels.gate import activated
 from manylora_worker.models.cuda.kernels.lora import TILE_ROWS, LoraRows, expand_arguments, load_adapted, load_program
-from manylora_worker.models.decoder_weights import Activation
+from manylora_worker.models.decoder.weights import Activation
 
 _BLOCK_N = 256
 

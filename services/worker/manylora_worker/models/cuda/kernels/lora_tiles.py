@@ -15,7 +15,7 @@ from torch import Tensor
 
 from manylora_worker.models.cuda.kernels.cuda_module import CudaKernel, CudaUnavailable, with_instructions
 from manylora_worker.models.cuda.kernels.lora import CHUNK_RANKS, MAX_SLOTS, TILE_ROWS, LoraRows
-from manylora_worker.models.decoder_weights import Activation
+from manylora_worker.models.decoder.weights import Activation
 
 _LOG = logging.getLogger(__name__)
 

@@ -164,14 +164,15 @@ def _gates_of(x, is_gate, GATED: tl.constexpr):
 @triton.jit
 def _rotate_store_kernel(
     qkv_ptr, q_ptr, cache_ptr, tables_ptr, table_rows_ptr, positions_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
-    gates_ptr, num_rows_ptr, cuts_ptr, outputs_ptr, tiles_ptr, row_adapters_ptr, low_rank_ptr, weights_ptr, sites_ptr,
-    stride_part, stride_table, stride_block, stride_token, stride_kv, stride_head, stride_low_rank, stride_split,
-    stride_site, eps, key_factor, value_factor, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr, HEAD_NORM: tl.constexpr,
-    WEIGHT_PLUS_ONE: tl.constexpr, VALUE_NORM: tl.constexpr, KV_PRODUCTS: tl.constexpr, GATED: tl.constexpr,
-    ANGLES_BY_ROW: tl.constexpr, HAS_OUTPUTS: tl.constexpr, HAS_LORA: tl.constexpr, BY_TILE: tl.constexpr,
-    NUM_SLOTS: tl.constexpr, CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr, COLUMNS: tl.constexpr,
+    gates_ptr, query_scales_ptr, num_rows_ptr, cuts_ptr, outputs_ptr, tiles_ptr, row_adapters_ptr, low_rank_ptr,
+    weights_ptr, sites_ptr, stride_part, stride_table, stride_block, stride_token, stride_kv, stride_head,
+    stride_low_rank, stride_split, stride_site, eps, key_factor, value_factor, NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    REST: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    PARTS: tl.constexpr, HEAD_NORM: tl.constexpr, WEIGHT_PLUS_ONE: tl.constexpr, VALUE_NORM: tl.constexpr,
+    KV_PRODUCTS: tl.constexpr, GATED: tl.constexpr, ANGLES_BY_ROW: tl.constexpr, HAS_OUTPUTS: tl.constexpr,
+    HAS_LORA: tl.constexpr, BY_TILE: tl.constexpr, NUM_SLOTS: tl.constexpr, CHUNKS: tl.constexpr,
+    SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr, COLUMNS: tl.constexpr, QUERIES_SCALED: tl.constexpr,
     FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of BLOCK_M rows: its rotated halves `one` and `two`, and the `rest` that is not rotated."""
@@ -219,6 +220,9 @@ def _rotate_store_kernel(
         is_value, HEAD_DIM, HALF, REST, HEAD_NORM, WEIGHT_PLUS_ONE, VALUE_NORM,
     )  # fmt: skip
     one, two = one * cos - two * sin, two * cos + one * sin
+    if QUERIES_SCALED:
+        scale = tl.load(query_scales_ptr + position, mask=row_mask & is_query, other=1.0)[:, None]
+        one, two, rest = one * scale, two * scale, rest * scale
     one, two, rest = _gates_of(one, is_gate, GATED), _gates_of(two, is_gate, GATED), _gates_of(rest, is_gate, GATED)
     if is_query | is_gate:
         out = q_ptr
@@ -261,6 +265,7 @@ def rotate_store(
     gates: Tensor | None = None,
     scales: tuple[float, float] = (1.0, 1.0),
     cuts: Tensor | None = None,
+    query_scales: Tensor | None = None,
     pdl: bool,
 ) -> None:
     """Args:
@@ -275,6 +280,7 @@ def rotate_store(
     lora: of the projection, with `num_slots` 1 + kv_products (q, k, v) or 1 (a family that fuses them itself).
     kv_products: 1: a value is its key before norm and rotation; 0: nothing is stored.
     norms_values: by head, without a weight.
+    query_scales: float32 [positions], of queries once they are rotated.
     gates: as `q`, written where each query's gate stands behind it (and keys are made): that gate's sigmoid.
     """
     rows = qkv.shape[1]
@@ -294,7 +300,7 @@ def rotate_store(
     grid = (num_all_heads, lora.num_tiles if lora is not None and by_tile else triton.cdiv(rows, block_m))
     _rotate_store_kernel[grid](
         qkv, q, cache, tables, table_rows, positions, cos, sin, any_tensor if q_norm is None else q_norm,
-        any_tensor if k_norm is None else k_norm, q if gates is None else gates, num_rows,
+        any_tensor if k_norm is None else k_norm, q if gates is None else gates, query_scales, num_rows,
         num_rows if cuts is None else cuts,
         any_tensor if outputs is None else outputs,
         **expand_arguments(lora, num_rows), tiles_ptr=num_rows if lora is None else lora.tiles,
@@ -306,7 +312,8 @@ def rotate_store(
         BLOCK_REST=max(16, triton.next_power_of_2(max(rest, 1))), BLOCK_SIZE=layout.block_size, BLOCK_M=block_m,
         PARTS=qkv.shape[0], HEAD_NORM=q_norm is not None, WEIGHT_PLUS_ONE=weight_plus_one,
         VALUE_NORM=norms_values, KV_PRODUCTS=kv_products, GATED=gates is not None, ANGLES_BY_ROW=angles_by_row,
-        HAS_OUTPUTS=outputs is not None, BY_TILE=by_tile, NUM_SLOTS=num_slots, FP8=cache.dtype.itemsize == 1, PDL=pdl,
+        HAS_OUTPUTS=outputs is not None, BY_TILE=by_tile, NUM_SLOTS=num_slots,
+        QUERIES_SCALED=query_scales is not None, FP8=cache.dtype.itemsize == 1, PDL=pdl,
         num_warps=1 if block_m <= 2 or (by_tile and head_dim <= 256) else 4, launch_pdl=pdl,
     )  # fmt: skip
 

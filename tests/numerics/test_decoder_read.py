@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from manylora_worker.models.build import _planner
-from manylora_worker.models.decoder_weights import read_decoder
+from manylora_worker.models.decoder.read import read_decoder
 from manylora_worker.models.loader import load_model
 from manylora_worker.models.torch.eager_check import check_against_eager
 from peft import PeftModel

@@ -1,0 +1,62 @@
+"""What a model makes of positions: tables of its rotations, and factors of queries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manylora_worker.models.loader import LoadedModel
+from manylora_worker.models.rope import QUERY_SCALING
+
+
+def rope_tables(
+    loaded: LoadedModel, rotary: nn.Module, config: Any
+) -> tuple[list[tuple[Tensor, Tensor]], Callable[[int, int], int]]:
+    """One table for all layers or one a layer type, one more where layers do not rotate, and the index of each layer's,
+    by its own index and that among the layers that attend.
+    A context may be longer than the model's with an adapter alone, whose own rotation stands in the last angle's place.
+    """
+    positions = torch.arange(loaded.spec.max_context_tokens, device=loaded.device)[None]
+    if hasattr(rotary, "mrope_section"):  # of time, height and width, which are the same in a text
+        positions = positions.expand(3, 1, -1)
+    like = torch.empty(1, dtype=torch.float32, device=loaded.device)
+    missing = loaded.spec.longest - loaded.spec.max_context_tokens
+    types = getattr(rotary, "layer_types", None)
+
+    def table(*layer_type: str) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode():
+            cos, sin = rotary(like, positions, *layer_type)
+        is_half = cos.shape[-1] == len(getattr(rotary, "inv_freq", ()))  # gpt-oss has each angle once
+        half = cos.shape[-1] if is_half else cos.shape[-1] // 2
+        return _lengthened(cos[0, :, :half], missing), _lengthened(sin[0, :, :half], missing)
+
+    names = [] if types is None else list(types)
+    tables = [table(name) for name in names] or [table()]
+    rotates = [traits.rotates for traits in loaded.attention_traits]
+    if not all(rotates):
+        cos, sin = tables[0]
+        tables.append((torch.ones_like(cos), torch.zeros_like(sin)))
+
+    def table_of(layer: int, attending: int) -> int:
+        if not rotates[attending]:
+            return len(tables) - 1
+        return names.index(config.layer_types[layer]) if names else 0
+
+    return tables, table_of
+
+
+def query_scales(loaded: LoadedModel, config: Any) -> Tensor | None:
+    """Ministral 3's."""
+    own = getattr(config, "rope_parameters", None) or {}
+    beta = own.get(QUERY_SCALING)
+    if not beta:
+        return None
+    positions = torch.arange(loaded.spec.longest, device=loaded.device)
+    return 1 + beta * torch.log(1 + torch.floor(positions / own["original_max_position_embeddings"]))
+
+
+def _lengthened(table: Tensor, rows: int) -> Tensor:
+    return torch.cat((table, table[-1:].expand(rows, -1))).contiguous()
