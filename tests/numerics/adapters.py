@@ -19,11 +19,14 @@ MLP = ["gate_proj", "up_proj", "down_proj"]
 DELTA_NET = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 PHI3_ATTENTION = ["qkv_proj", "o_proj"]
 PHI3_MLP = ["gate_up_proj", "down_proj"]
+GRANITE4_MLP = ["input_linear", "output_linear"]
 
 
 def recipes(family: str) -> Mapping[str, Mapping[str, Any]]:
     """Adapter name -> LoraConfig arguments, for the family's module names."""
     attention, mlp = (PHI3_ATTENTION, PHI3_MLP) if family == "phi3" else (ATTENTION, MLP)
+    if family == "granitemoehybrid":
+        mlp = GRANITE4_MLP
     if family.startswith("qwen3_5"):
         attention = [*ATTENTION[:-1], *DELTA_NET, ATTENTION[-1]]
     query, down = attention[0], mlp[-1]

@@ -21,16 +21,20 @@ from transformers import (
     Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     Ministral3Config,
     MinistralConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -108,6 +112,11 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "granite": lambda: GraniteConfig(
         **_SHAPE, embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=3.0, attention_multiplier=0.2
     ),
+    "granitemoehybrid": lambda: GraniteMoeHybridConfig(
+        **_SHAPE, layer_types=["attention"] * 3, num_local_experts=0, shared_intermediate_size=112,
+        position_embedding_type="rope", embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=3.0,
+        attention_multiplier=0.2,
+    ),
     "gemma": lambda: GemmaConfig(**_SHAPE, head_dim=24, hidden_act="gelu"),
     "ministral": lambda: MinistralConfig(
         **_SHAPE, head_dim=16, sliding_window=WINDOW,
@@ -140,6 +149,14 @@ MIXTURES: dict[str, Callable[[], PretrainedConfig]] = {
         **(_SHAPE | {"intermediate_size": 128, "num_hidden_layers": 2}), head_dim=16, num_experts=8,
         num_experts_per_tok=3, moe_intermediate_size=64, norm_topk_prob=True,
     ),
+    "mixtral": lambda: MixtralConfig(
+        **(_SHAPE | {"intermediate_size": 40}), num_local_experts=8, num_experts_per_tok=3, sliding_window=WINDOW,
+    ),
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        **_SHAPE, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, shared_expert_intermediate_size=56,
+        norm_topk_prob=False, mlp_only_layers=[1],
+    ),
+    "olmoe": lambda: OlmoeConfig(**(_SHAPE | {"intermediate_size": 40}), num_experts=8, num_experts_per_tok=3),
     # a router of sigmoids, which is not ours, and a shared expert
     "glm4_moe": lambda: Glm4MoeConfig(
         **_SHAPE, head_dim=16, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, n_shared_experts=1,
@@ -185,7 +202,7 @@ RECURRENT: dict[str, Callable[[], PretrainedConfig]] = {
 }  # fmt: skip
 
 # What differs from one of these by numbers, or runs as transformers wrote it, takes fewer tests and no cluster.
-MORE_FAMILIES = ("olmo2", "gemma", "ministral", "ministral3", "smollm3", "seed_oss")
+MORE_FAMILIES = ("olmo2", "gemma", "ministral", "ministral3", "smollm3", "seed_oss", "granitemoehybrid")
 EACH_FAMILY = [
     pytest.param(name, marks=() if name == "llama" else pytest.mark.wide)
     for name in FAMILIES

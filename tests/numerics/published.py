@@ -175,8 +175,70 @@ def _qwen35(model_type: str, architecture: str, **sizes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _mistral3(model_type: str, **text: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "image_token_index": 10,
+        "multimodal_projector_bias": False, "projector_hidden_act": "gelu", "spatial_merge_size": 2,
+        "vision_feature_layer": -1, "text_config": {
+            **_SIZES, "model_type": model_type, "attention_dropout": 0.0, "head_dim": 24, "hidden_act": "silu",
+            "rms_norm_eps": 1e-5, "sliding_window": None, **text,
+        },
+        "vision_config": {
+            "model_type": "pixtral", "attention_dropout": 0.0, "head_dim": 16, "hidden_act": "gelu", "hidden_size": 32,
+            "image_size": 56, "intermediate_size": 48, "num_attention_heads": 2, "num_channels": 3,
+            "num_hidden_layers": 1, "patch_size": 14, "rope_theta": 10000.0,
+        },
+    }  # fmt: skip
+
+
+_QWEN_TOKENS: dict[str, Any] = {
+    "image_token_id": 120, "video_token_id": 121, "vision_start_token_id": 122, "vision_end_token_id": 123,
+}  # fmt: skip
+
+
+def _qwen3_vl(model_type: str, architecture: str, **sizes: Any) -> dict[str, Any]:
+    return {
+        "architectures": [architecture], "model_type": model_type, **_QWEN_TOKENS, "tie_word_embeddings": False,
+        "text_config": {
+            **_SIZES, "model_type": f"{model_type}_text", "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": 1, "eos_token_id": 2, "head_dim": 16, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [4, 2, 2], "rope_type": "default"},
+            "rope_theta": 5000000, **sizes,
+        },
+        "vision_config": {
+            "model_type": model_type, "deepstack_visual_indexes": [0], "depth": 1, "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 32, "in_channels": 3, "intermediate_size": 48, "num_heads": 2, "num_position_embeddings": 16,
+            "out_hidden_size": 64, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2,
+        },
+    }  # fmt: skip
+
+
 # a model of text and images, whose text part alone is served
 PUBLISHED_HYBRIDS: dict[str, dict[str, Any]] = {
+    "mistral-small-3.2": _mistral3("mistral", rope_theta=1e9),
+    "ministral-3-8b": _mistral3(
+        "ministral3", rope_parameters={
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 4.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "original_max_position_embeddings": 16, "rope_theta": 1e6, "rope_type": "yarn",
+            "type": "yarn",
+        },
+    ),
+    "qwen2.5-vl-7b": {
+        **_SIZES, **_QWEN_TOKENS, "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl",
+        "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "vision_token_id": 124, "hidden_act": "silu",
+        "max_window_layers": 2, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "sliding_window": 9,
+        "tie_word_embeddings": False, "use_sliding_window": False,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "vision_config": {
+            "depth": 1, "hidden_act": "silu", "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
+            "in_chans": 3, "out_hidden_size": 64, "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14,
+            "window_size": 112, "fullatt_block_indexes": [0], "tokens_per_second": 2, "temporal_patch_size": 2,
+        },
+    },
+    "qwen3-vl-8b": _qwen3_vl("qwen3_vl", "Qwen3VLForConditionalGeneration"),
+    "qwen3-vl-30b-a3b": _qwen3_vl(
+        "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", decoder_sparse_step=1, mlp_only_layers=[],
+        moe_intermediate_size=48, norm_topk_prob=True, num_experts=8, num_experts_per_tok=3,
+    ),
     "qwen3.5": _qwen35("qwen3_5", "Qwen3_5ForConditionalGeneration", intermediate_size=96),
     "qwen3.5-moe": _qwen35(
         "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", moe_intermediate_size=40, num_experts=8,

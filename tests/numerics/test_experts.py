@@ -36,6 +36,15 @@ def test_a_mixed_batch_has_the_logits_and_greedy_tokens_of_each_alone(mixture: M
     check_mixed_batch(mixture)
 
 
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen2_moe", marks=pytest.mark.wide), "olmoe"])
+def test_other_mixtures_that_our_decoder_runs(family: str, tmp_path: Path) -> None:
+    other = make_mixture(tmp_path, family)
+    weights = trusted_weights(other.loaded)
+    assert weights is not None
+    assert weights.has_kernels == (family != "olmoe")  # which norms all heads of a query together
+    check_mixed_batch(other)
+
+
 def test_a_composition_is_the_weighted_sum(mixture: Mixture) -> None:
     """At one expert block behind which nothing else differs: the logits of A + 0.5 B lie where the parts' deltas do."""
     driver = Driver(make_runner(mixture.loaded, num_blocks=300))

@@ -15,10 +15,17 @@ from manylora_shared.sampling import MODEL_DEFAULTS, PARAMETERS, Kind
 from manylora_shared.stores.adapter_files import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
 from manylora_worker.models.quantized.schemes import Scheme, SchemeRefused, scheme_of
@@ -32,7 +39,16 @@ _SHORT, _LONG = "short_factor", "long_factor"
 MAX_LAYERS = 4096  # transformers makes a list of as many as a configuration tells
 
 
+_MODEL_TYPES = frozenset({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
+
+
 class ModelRefused(ValueError): ...
+
+
+def class_of(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+    """Of a model of text, or of text and more."""
+    is_text = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return AutoModelForCausalLM if is_text else AutoModelForImageTextToText
 
 
 def checked_config(folder: Path, quantization: Quantization, device_type: str) -> PretrainedConfig:
@@ -47,7 +63,7 @@ def checked_config(folder: Path, quantization: Quantization, device_type: str) -
     if not isinstance(model_type, str | None):
         raise ModelRefused(f"{folder / 'config.json'}: model_type must be a text")
     # A model type that transformers knows is built by its class, whatever code of its own the folder brings (Phi-3).
-    if raw.get("auto_map") and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if raw.get("auto_map") and model_type not in _MODEL_TYPES:
         raise ModelRefused(f"{folder}: auto_map: the model brings its own code, which is not run")
     _check_quantization(folder, raw, quantization, device_type)
     try:
@@ -63,7 +79,7 @@ def checked_config(folder: Path, quantization: Quantization, device_type: str) -
             if isinstance(each, PretrainedConfig):
                 vars(each).pop("quantization_config", None)
                 vars(each).pop("compression_config", None)
-    if config.is_encoder_decoder or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if config.is_encoder_decoder or config.model_type not in _MODEL_TYPES:
         raise ModelRefused(f"{folder}: model_type {config.model_type} is not a causal language model")
     for rope in _rope_parameters(text_config):
         rope_type = rope.get("rope_type", "default")
@@ -296,10 +312,14 @@ def whole_names(config: PretrainedConfig, model: PreTrainedModel) -> WholeNames 
     body, theirs = whole.base_model, whole.get_decoder()
     others = {id(child) for child in body.children() if child is not theirs}
     return WholeNames(
-        ours=_path_of(model, model.get_decoder()),
+        ours=text_path(model),
         theirs=_path_of(whole, theirs),
         left_out=tuple(path for path, module in whole.named_modules() if id(module) in others),
     )
+
+
+def text_path(model: PreTrainedModel) -> str:
+    return _path_of(model, model.get_decoder())
 
 
 def _path_of(model: nn.Module, part: nn.Module) -> str:

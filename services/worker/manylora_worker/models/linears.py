@@ -31,7 +31,9 @@ FUSED_PROJECTIONS: Mapping[str, Mapping[str, Sequence[Sequence[str]]]] = {
     family: _FUSED
     for family in (
         *("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
-        *("granite", "smollm3", "exaone4", "olmo2", "olmo3", "seed_oss", "qwen3_moe", "gpt_oss"),
+        *("granite", "granitemoehybrid", "smollm3", "exaone4", "olmo2", "olmo3", "seed_oss", "qwen3_moe", "gpt_oss"),
+        *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
+        *("mixtral", "olmoe", "qwen2_moe", "cwm"),
         *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gemma4_text"),
     )
 }

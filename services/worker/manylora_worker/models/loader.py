@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from manylora_shared.stores.model_files import ModelNotFound, model_folder, model_name
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from manylora_worker.models.checkpoint import (
     ModelRefused,
     Quantization,
     check_weight_files,
     checked_config,
+    class_of,
     max_context_tokens,
     said,
     shipped_scheme,
@@ -387,7 +388,7 @@ def _instantiate(
     try:
         if scheme is None:
             with without_adapter(folder) as plain_folder:
-                model, loading = AutoModelForCausalLM.from_pretrained(
+                model, loading = class_of(config).from_pretrained(
                     plain_folder,
                     config=config,
                     dtype=dtype,

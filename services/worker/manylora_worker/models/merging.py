@@ -21,13 +21,14 @@ from manylora_shared.stores.adapter_rope import ROPE_KEY
 from manylora_shared.stores.model_files import ModelNotFound, model_folder
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from manylora_worker.models.checkpoint import (
     ModelRefused,
     check_weight_files,
     checked_config,
+    class_of,
     said,
     shipped_scheme,
     without_adapter,
@@ -72,7 +73,7 @@ def merge(model: str, adapter: Path, output: Path, *, digest: str = "") -> int:
         raise ModelRefused(f"{folder}: is not the base model that the adapter was validated against: {found[:12]}...")
     try:
         with without_adapter(folder) as plain_folder:
-            base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            base: PreTrainedModel = class_of(config).from_pretrained(
                 plain_folder, config=config, dtype="auto", use_safetensors=True, trust_remote_code=False
             )
     except Exception as error:  # whatever transformers raises is about this folder

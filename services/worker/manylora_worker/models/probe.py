@@ -110,6 +110,7 @@ def tokens_read(model: PreTrainedModel) -> Mapping[int, int] | None:
     named = sorted({each for each in values if isinstance(each, int) and 0 <= each < embeddings.num_embeddings})
     if not named:
         return {}
+    named *= 2 if len(named) == 1 else 1  # a recorder looks at two positions
     read: list[list[int]] = []
     hook = embeddings.register_forward_pre_hook(lambda _, given: read.append(given[0].flatten().tolist()))
     try:

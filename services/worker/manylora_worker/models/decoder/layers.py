@@ -30,6 +30,7 @@ _KNOWN_LAYER_PARTS = frozenset(
         "self_attn",
         "linear_attn",
         "mlp",
+        "shared_mlp",
         "input_layernorm",
         "post_attention_layernorm",
         "pre_feedforward_layernorm",
@@ -49,7 +50,9 @@ _KNOWN_ATTENTION_PARTS = frozenset(
 )
 _QKV = ("q_proj", "k_proj", "v_proj")
 _SHARED_PARTS = frozenset({"shared_expert", "shared_expert_gate"})
-_KNOWN_MLP_PARTS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"})
+_ACTIVATION_PARTS = frozenset({"act_fn", "activation_fn", "activation"})
+_KNOWN_MLP_PARTS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj"}) | _ACTIVATION_PARTS
+_GRANITE_MLP_PARTS = frozenset({"input_linear", "output_linear"})
 
 
 def read_layers(
@@ -64,7 +67,7 @@ def read_layers(
             attending += 1
         else:
             mixer = _read_delta(getattr(layer, "linear_attn", None))
-        mlp, norms = getattr(layer, "mlp", None), _layer_norms(layer)
+        mlp, norms = getattr(layer, "mlp", None) or getattr(layer, "shared_mlp", None), _layer_norms(layer)
         read_mlp = None if mlp is None else _read_mlp(mlp, activation)
         parts = {name for name, _ in layer.named_children()} - _KNOWN_LAYER_PARTS
         is_known = not parts
@@ -156,10 +159,13 @@ def _read_mlp(mlp: nn.Module, activation: Activation) -> DenseMlp | MixtureMlp |
             return None
         own = "clamped_swiglu" if experts.is_clamped else activation
         return MixtureMlp(read, experts, router.top_k, router.normalizes, own, shared)
-    if parts - _KNOWN_MLP_PARTS:
+    if parts - _ACTIVATION_PARTS == _GRANITE_MLP_PARTS:
+        gate_up, down = projection_of(mlp.input_linear), projection_of(mlp.output_linear)
+    elif parts - _KNOWN_MLP_PARTS:
         return None
-    gate_up = fused_projection(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
-    down = projection_of(mlp.down_proj)
+    else:
+        gate_up = fused_projection(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
+        down = projection_of(mlp.down_proj)
     return None if gate_up is None or down is None else DenseMlp(gate_up, down)
 
 

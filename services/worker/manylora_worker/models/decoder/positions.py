@@ -13,10 +13,10 @@ from manylora_worker.models.rope import QUERY_SCALING
 
 
 def rope_tables(
-    loaded: LoadedModel, rotary: nn.Module, config: Any
+    loaded: LoadedModel, rotary: nn.Module | None, config: Any
 ) -> tuple[list[tuple[Tensor, Tensor]], Callable[[int, int], int]]:
     """One table for all layers or one a layer type, one more where layers do not rotate, and the index of each layer's,
-    by its own index and that among the layers that attend.
+    by its own index and that among the layers that attend. rotary: None: no layer rotates.
     A context may be longer than the model's with an adapter alone, whose own rotation stands in the last angle's place.
     """
     positions = torch.arange(loaded.spec.max_context_tokens, device=loaded.device)[None]
@@ -27,8 +27,13 @@ def rope_tables(
     types = getattr(rotary, "layer_types", None)
 
     def table(*layer_type: str) -> tuple[Tensor, Tensor]:
+        if rotary is None:
+            still = torch.zeros(loaded.spec.longest, loaded.spec.kv.places[0].head_dim // 2, device=loaded.device)
+            return still + 1, still
         with torch.inference_mode():
             cos, sin = rotary(like, positions, *layer_type)
+        if cos.dim() == 4:  # one of time, of height and of width
+            cos, sin = cos[0], sin[0]
         is_half = cos.shape[-1] == len(getattr(rotary, "inv_freq", ()))  # gpt-oss has each angle once
         half = cos.shape[-1] if is_half else cos.shape[-1] // 2
         return _lengthened(cos[0, :, :half], missing), _lengthened(sin[0, :, :half], missing)
@@ -36,7 +41,7 @@ def rope_tables(
     names = [] if types is None else list(types)
     tables = [table(name) for name in names] or [table()]
     rotates = [traits.rotates for traits in loaded.attention_traits]
-    if not all(rotates):
+    if rotary is not None and not all(rotates):
         cos, sin = tables[0]
         tables.append((torch.ones_like(cos), torch.zeros_like(sin)))
 

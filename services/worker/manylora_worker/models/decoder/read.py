@@ -84,9 +84,12 @@ def read_decoder(loaded: LoadedModel) -> DecoderWeights | None:
     if activation is None or not _is_plain_head(head):
         return None
     norm = rms_norm(getattr(body, "norm", None))
-    if norm is None or not hasattr(body, "layers") or getattr(body, "rotary_emb", None) is None:
+    rotary = getattr(body, "rotary_emb", None)
+    if norm is None or not hasattr(body, "layers"):
         return None
-    ropes, rope_of = rope_tables(loaded, body.rotary_emb, config)
+    if rotary is None and any(traits.rotates for traits in loaded.attention_traits):
+        return None
+    ropes, rope_of = rope_tables(loaded, rotary, config)
     found = read_layers(loaded, body.layers, rope_of, activation)
     layers = [layer for layer in found if layer is not None]
     factors, adds_one, embed = _Factors.of(config), norm_adds_one(body.norm), body.embed_tokens

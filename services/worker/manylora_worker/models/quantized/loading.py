@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
-from manylora_worker.models.checkpoint import ModelRefused, Quantization, weight_files, whole_names
+from manylora_worker.models.checkpoint import ModelRefused, Quantization, class_of, text_path, weight_files, whole_names
 from manylora_worker.models.experts import find_experts, modules_of
 from manylora_worker.models.linears import head_modules_of, linear_modules
 from manylora_worker.models.quantized.install import ShippedCodes, keep_int4, quantize_to_fp8, quantize_to_nf4
@@ -31,9 +33,11 @@ def from_shipped(
     """The model, what transformers says of the loading, and codes. Raises SchemeRefused."""
     # `loading` are options of from_pretrained. Experts that are kept in codes are in the model already.
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config)  # AutoModel reads folders alone
+        empty = class_of(config).from_config(config)  # AutoModel reads folders alone
     kind, own_config = type(empty), empty.config
-    paths = Paths(whole_names(config, empty), tuple(kind._keys_to_ignore_on_load_unexpected or ()))
+    renamings = [each for each in get_model_conversion_mapping(empty) if type(each) is WeightRenaming]
+    text = text_path(empty) if config.get_text_config() is not config else ""
+    paths = Paths(whole_names(config, empty), tuple(kind._keys_to_ignore_on_load_unexpected or ()), renamings, text)
     mixtures = find_experts(empty)
     experts = {each.stack: each.shape for each in mixtures if not each.shape.in_turn}
     shipped = read_shipped(weight_files(folder), scheme, dtype, keeps_codes=keeps_codes, paths=paths, experts=experts)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers.core_model_loading import WeightRenaming
 
 from manylora_worker.models.quantized import mxfp4
 from manylora_worker.models.quantized.expert_weights import codes_of, stack_experts
@@ -42,12 +43,23 @@ class Shipped:
 
 @dataclass(frozen=True)
 class Paths:
-    """Of a checkpoint's modules in the model that is loaded."""
+    """Of a checkpoint's modules in the model that is loaded. text: of the part of it that is served; empty: all is."""
 
     whole: WholeNames | None = None
     unread: tuple[str, ...] = ()  # patterns of what the model has no part of
+    renamings: Sequence[WeightRenaming] = ()  # transformers' own, of models that it once named otherwise
+    text: str = ""
+    _read: dict[str, str] = field(default_factory=dict)  # by path of ours, the checkpoint's
 
     def ours(self, path: str) -> str | None:  # None: it is left out
+        own_path = self._renamed(path)
+        if own_path is not None:
+            self._read[own_path] = path
+        return own_path
+
+    def _renamed(self, path: str) -> str | None:
+        for each in self.renamings:
+            path, _ = each.rename_source_key(path)
         if any(re.search(pattern, path) for pattern in self.unread):
             return None
         if self.whole is None:
@@ -56,8 +68,13 @@ class Paths:
             return None
         return self.whole.own_path(path)
 
-    def theirs(self, path: str) -> str:
-        return path if self.whole is None else self.whole.path(path)
+    def is_skipped(self, path: str, scheme: Scheme) -> bool:
+        """By one of its names: what quantized it may have had another transformers."""
+        whole = path if self.whole is None else self.whole.path(path)
+        return scheme.skips(whole) or scheme.skips(self._read.get(path, whole))
+
+    def is_served(self, path: str) -> bool:
+        return not self.text or path.startswith(f"{self.text}.")
 
 
 def read_shipped(
@@ -100,7 +117,7 @@ def read_shipped(
                 parts |= mxfp4.rebuilt_stacks(path, own, dtype)
             else:
                 parts["weight"] = scheme.weight(path, own).to(dtype)
-            if keeps_codes:
+            if keeps_codes and paths.is_served(path):
                 codes[path] = codes_of(scheme, path, own)
         for leaf, tensor in parts.items():
             if tensor.dtype in _CODES:
@@ -122,7 +139,7 @@ def read_shipped(
 
 def _taken(scheme: Scheme, path: str, parts: dict[str, Tensor], paths: Paths) -> dict[str, Tensor]:
     """Out of `parts`: what its weight is made of. Raises SchemeRefused."""
-    if scheme.skips(paths.theirs(path)):
+    if paths.is_skipped(path, scheme):
         raise SchemeRefused(f"{path}: is quantized, though quantization_config says that it is not")
     named = mxfp4.PARTS if scheme.kind == "mxfp4" else scheme.parts
     if not parts.keys() & set(named):
@@ -139,12 +156,13 @@ def check_modules(
     # routers may be quantized, and need not be
     if not quantized:
         raise SchemeRefused(f"quantization_config tells {scheme.label}, and no layer is quantized")
-    strange = sorted(quantized - linears - routers)
+    strange = sorted(path for path in quantized - linears - routers if paths.is_served(path))
     if strange:
         raise SchemeRefused(f"{strange[0]}: is quantized, and is no layer that is served so")
     if scheme.kind == "gptq":  # names no module: those without codes are as they were
         return
-    plain = sorted(path for path in linears - quantized if not scheme.skips(paths.theirs(path)))
+    unquantized = filter(paths.is_served, linears - quantized)
+    plain = sorted(path for path in unquantized if not paths.is_skipped(path, scheme))
     if plain:
         raise SchemeRefused(f"{plain[0]}: is not quantized, and quantization_config does not name it among those")
 

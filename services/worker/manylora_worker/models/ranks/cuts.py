@@ -28,17 +28,19 @@ from manylora_worker.weights.layout import ALIGNMENT
 SHARED_FAMILIES = frozenset(
     {
         *("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
-        *("granite", "smollm3", "exaone4", "seed_oss", "phi3", "qwen3_moe"),
+        *("granite", "granitemoehybrid", "smollm3", "exaone4", "seed_oss", "phi3", "qwen3_moe"),
         *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gemma4_text"),
     }
 )
 _QUERIES, _KEYS, _WIDTH = _COUNTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+_GRANITE_WIDTH = "shared_intermediate_size"
 # what its outputs are, one part behind the other
 _BY_OUTPUTS: Mapping[str, Sequence[str]] = {
     "q_proj": (_QUERIES,), "k_proj": (_KEYS,), "v_proj": (_KEYS,), "qkv_proj": (_QUERIES, _KEYS, _KEYS),
     "gate_proj": (_WIDTH,), "up_proj": (_WIDTH,), "gate_up_proj": (_WIDTH, _WIDTH),
+    "input_linear": (_GRANITE_WIDTH, _GRANITE_WIDTH),
 }  # fmt: skip
-_BY_INPUTS = ("o_proj", "down_proj", "out_proj")
+_BY_INPUTS = ("o_proj", "down_proj", "out_proj", "output_linear")
 # of families that have them
 _EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
 _DELTA_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
@@ -53,7 +55,8 @@ def check_cuts(config: PretrainedConfig, size: int, families: frozenset[str]) ->
             f"({', '.join(sorted(families))})"
         )
     layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
-    counts = [(name, getattr(each, name, None) or 0) for each in layers for name in (*_COUNTS, *_DELTA_HEADS)]
+    names = (*_COUNTS, _GRANITE_WIDTH, *_DELTA_HEADS)
+    counts = [(name, getattr(each, name, None) or 0) for each in layers for name in names]
     odd = list(dict.fromkeys(f"{name} {count}" for name, count in counts if count % size))
     for name in _EXPERT_WIDTHS:
         width = vars(text).get(name) or 0
