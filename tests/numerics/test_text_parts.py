@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from manylora_worker.models.checkpoint import renamed, renamings
 from manylora_worker.models.loader import load_model
 from manylora_worker.models.quantized.linear import QuantizedLinear
 from manylora_worker.models.torch.decoder import trusted_weights
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
 
 from tests.numerics.adapters import save_adapter
 from tests.numerics.driver import Driver, Stream, make_runner, put_adapter
@@ -47,6 +47,29 @@ def test_the_text_part(name: str, tmp_path: Path) -> None:
         wrapped.unload()
 
 
+@pytest.mark.parametrize(("name", "older"), [("mistral-small-3.2", "language_model.model"), ("qwen2.5-vl-7b", "model")])
+def test_adapters_that_an_older_transformers_named(name: str, older: str, tmp_path: Path) -> None:
+    """All linear layers, images' among them."""
+    reference = published(name, tmp_path / "model", of=AutoModelForImageTextToText)
+    loaded = load_model(str(tmp_path / "model"))
+    targets = ["q_proj", "o_proj", "gate_proj", "fc1"]
+    folder = save_adapter(reference, tmp_path / "adapter", 1, r=4, lora_alpha=8, target_modules=targets)
+    wrapped = PeftModel.from_pretrained(reference, folder).eval()
+    expected = logits_of(wrapped, PROMPT)
+    wrapped.unload()
+    assert not torch.allclose(expected, logits_of(reference, PROMPT), atol=1e-2)
+    file, prefix = folder / "adapter_model.safetensors", "base_model.model."
+    told = {
+        prefix + key.removeprefix(prefix).replace("model.language_model", older).replace("model.vis", "vis"): each
+        for key, each in load_file(file).items()
+    }
+    assert not any(key.removeprefix(prefix).startswith(("model.language_model", "model.vis")) for key in told)
+    save_file(told, file, metadata={"format": "pt"})
+    driver = Driver(make_runner(loaded))
+    adapted = driver.logits([Stream(PROMPT, put_adapter(driver.runner, loaded, folder))])[0]
+    torch.testing.assert_close(adapted, expected, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("name", "shipped", "quantization"),
     [
@@ -58,12 +81,7 @@ def test_the_text_part_of_a_quantized_one(name: str, shipped: str, quantization:
     """Layers have older names in the folder than in transformers' model; images' may be quantized, or not."""
     reference = published(name, tmp_path / "plain", of=AutoModelForImageTextToText)
     stands_for = ship(tmp_path / "plain", tmp_path / "model", shipped)
-    renamings = [each for each in get_model_conversion_mapping(reference) if type(each) is WeightRenaming]
-    weights: dict[str, torch.Tensor] = {}
-    for key, weight in stands_for.items():
-        for each in renamings:
-            key, _ = each.rename_source_key(key)
-        weights[key] = weight
+    weights = {renamed(key, renamings(reference)): weight for key, weight in stands_for.items()}
     strange = reference.load_state_dict(weights, strict=False).unexpected_keys
     assert not [key for key in strange if ".experts." not in key]
     loaded = load_model(str(tmp_path / "model"), quantization=quantization)

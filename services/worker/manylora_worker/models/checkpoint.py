@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +22,8 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -36,6 +38,7 @@ _LOG = logging.getLogger(__name__)
 Quantization = Literal["none", "nf4", "fp8", "int4"]
 LONG_FACTORS = "longrope, long factors"  # the same at all workers of a pool
 _SHORT, _LONG = "short_factor", "long_factor"
+_OLDER_TEXTS = ("model", "language_model.model")  # before transformers 4.52
 MAX_LAYERS = 4096  # transformers makes a list of as many as a configuration tells
 
 
@@ -316,6 +319,31 @@ def whole_names(config: PretrainedConfig, model: PreTrainedModel) -> WholeNames 
         theirs=_path_of(whole, theirs),
         left_out=tuple(path for path, module in whole.named_modules() if id(module) in others),
     )
+
+
+def renamings(model: PreTrainedModel) -> list[WeightRenaming]:
+    """transformers' own, of names that it once had for this model's parts."""
+    return [each for each in get_model_conversion_mapping(model) if type(each) is WeightRenaming]
+
+
+def renamed(path: str, renamings: Iterable[WeightRenaming]) -> str:
+    for each in renamings:
+        path, _ = each.rename_source_key(path)
+    return path
+
+
+def older_names(model: PreTrainedModel, left_out: Iterable[str]) -> WholeNames | None:
+    """Of a model of text and images, loaded under its own names: those that adapters of older trainers have."""
+    if model.config.get_text_config() is model.config:
+        return None
+    text, known = text_path(model), renamings(model)
+    layers = f"{text}.layers.0"
+    theirs = next((each for each in _OLDER_TEXTS if renamed(f"{each}.layers.0", known) == layers and each != text), "")
+    if not theirs:
+        return None
+    older = {path: path.removeprefix("model.") for path in left_out}
+    others = tuple(each if renamed(each, known) == path else path for path, each in older.items())
+    return WholeNames(ours=text, theirs=theirs, left_out=others)
 
 
 def text_path(model: PreTrainedModel) -> str:

@@ -47,14 +47,19 @@ class Site:
 
 @dataclass(frozen=True)
 class WholeNames:
-    """Of a model of text and images whose text part alone is loaded: how the whole model names what is here."""
+    """Of a model of text and images whose text part alone is served: how the whole model names what is here, or how an
+    older transformers named it.
+    """
 
     ours: str  # the text part's path
     theirs: str
     left_out: tuple[str, ...]  # the other parts' paths
 
     def is_meant(self, paths: Iterable[str]) -> bool:
-        return any(path.startswith(f"{self.theirs}.") for path in paths)
+        told = list(paths)
+        if self.ours.startswith(f"{self.theirs}.") and any(path.startswith(f"{self.ours}.") for path in told):
+            return False
+        return any(path.startswith(f"{self.theirs}.") for path in told)
 
     def path(self, path: str) -> str:
         is_inside = path == self.ours or path.startswith(f"{self.ours}.")

@@ -8,10 +8,16 @@ from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
 
-from manylora_worker.models.checkpoint import ModelRefused, Quantization, class_of, text_path, weight_files, whole_names
+from manylora_worker.models.checkpoint import (
+    ModelRefused,
+    Quantization,
+    class_of,
+    renamings,
+    text_path,
+    weight_files,
+    whole_names,
+)
 from manylora_worker.models.experts import find_experts, modules_of
 from manylora_worker.models.linears import head_modules_of, linear_modules
 from manylora_worker.models.quantized.install import ShippedCodes, keep_int4, quantize_to_fp8, quantize_to_nf4
@@ -35,9 +41,10 @@ def from_shipped(
     with torch.device("meta"):
         empty = class_of(config).from_config(config)  # AutoModel reads folders alone
     kind, own_config = type(empty), empty.config
-    renamings = [each for each in get_model_conversion_mapping(empty) if type(each) is WeightRenaming]
     text = text_path(empty) if config.get_text_config() is not config else ""
-    paths = Paths(whole_names(config, empty), tuple(kind._keys_to_ignore_on_load_unexpected or ()), renamings, text)
+    paths = Paths(
+        whole_names(config, empty), tuple(kind._keys_to_ignore_on_load_unexpected or ()), renamings(empty), text
+    )
     mixtures = find_experts(empty)
     experts = {each.stack: each.shape for each in mixtures if not each.shape.in_turn}
     shipped = read_shipped(weight_files(folder), scheme, dtype, keeps_codes=keeps_codes, paths=paths, experts=experts)

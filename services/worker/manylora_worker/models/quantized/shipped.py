@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.core_model_loading import WeightRenaming
 
+from manylora_worker.models.checkpoint import renamed
 from manylora_worker.models.quantized import mxfp4
 from manylora_worker.models.quantized.expert_weights import codes_of, stack_experts
 from manylora_worker.models.quantized.schemes import FP8, Scheme, SchemeRefused
@@ -58,8 +59,7 @@ class Paths:
         return own_path
 
     def _renamed(self, path: str) -> str | None:
-        for each in self.renamings:
-            path, _ = each.rename_source_key(path)
+        path = renamed(path, self.renamings)
         if any(re.search(pattern, path) for pattern in self.unread):
             return None
         if self.whole is None:
