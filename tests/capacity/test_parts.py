@@ -11,22 +11,26 @@ from manylora.capacity.planning.parts import BadConfig, parts_of
 from manylora.capacity.planning.shapes import CannotPlan, Shape, shape_of
 from manylora_worker.models.layers.packed_linear import PackedLinear
 from manylora_worker.models.loader import LoadedModel, load_model
+from manylora_worker.models.quantized.int4 import Int4Linear
 from manylora_worker.models.quantized.linear import QuantizedLinear
+from manylora_worker.models.quantized.stacks import QuantizedStack
+from safetensors.torch import load_file, save_file
 
 from tests.numerics.families import make_model
+from tests.numerics.quantizing import ship
 
 DENSE = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "ministral"),
     *("smollm3", "exaone4", "seed_oss"),
 )
 MIXTURES = ("qwen3_moe", "gpt_oss")
-HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text")
+HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 GEMMA4 = ("gemma4_text", "gemma4_wide")
-WITHOUT_KERNELS = ("olmo2", "olmo3", "ministral3", "glm4_moe", "qwen3_next", "gemma4_moe")
+WITHOUT_KERNELS = ("olmo2", "olmo3", "ministral3", "glm4_moe", "gemma4_moe")
 
 
-def shape(folder: Path, quantization: str = "none") -> Shape:
-    return shape_of(json.loads((folder / "config.json").read_text()), "tiny", quantization)
+def shape(folder: Path, quantization: str = "none", ranks: int = 1) -> Shape:
+    return shape_of(json.loads((folder / "config.json").read_text()), "tiny", quantization, ranks)
 
 
 def made(family: str, folder: Path, quantization: str = "none") -> LoadedModel:
@@ -36,9 +40,13 @@ def made(family: str, folder: Path, quantization: str = "none") -> LoadedModel:
 
 def weight_bytes(loaded: LoadedModel) -> int:
     """As models/build.py counts them, and the biases that quantized layers have of their own."""
-    kept = [each for each in loaded.model.modules() if isinstance(each, PackedLinear | QuantizedLinear)]
-    biases = sum(0 if each.bias is None else each.bias.nbytes for each in kept)
-    return sum(p.nbytes for p in loaded.model.parameters()) + sum(each.weight_bytes for each in kept) + biases
+    kinds = PackedLinear | QuantizedLinear | QuantizedStack
+    kept = [each for each in loaded.model.modules() if isinstance(each, kinds)]
+    biases = sum(each.bias.nbytes for each in kept if getattr(each, "bias", None) is not None)
+    # on a GPU 4 bits have scales of its kernels, too, and once more what their zeros are
+    four = [each.weight for each in kept if isinstance(each, Int4Linear)]
+    kernels = sum(each.codes.nbytes // 8 + (0 if each.shifts is None else each.shifts.nbytes) for each in four)
+    return sum(p.nbytes for p in loaded.model.parameters()) + sum(each.weight_bytes for each in kept) + biases + kernels
 
 
 def adapter_bytes(loaded: LoadedModel) -> int:
@@ -68,10 +76,51 @@ def test_a_model_that_runs_without_kernels_is_refused_by_name(family: str, tmp_p
         shape(tmp_path)
 
 
-@pytest.mark.parametrize("family", ["llama", "seed_oss", "qwen3_5_text", "gemma4_text"])
+@pytest.mark.parametrize("family", ["llama", "seed_oss", "qwen3_5_text", "gemma4_text", *MIXTURES, *HYBRIDS[1:]])
 def test_weights_in_fp8_take_what_a_worker_keeps(family: str, tmp_path: Path) -> None:
     loaded = made(family, tmp_path, "fp8")
     assert shape(tmp_path, "fp8").weight_bytes == weight_bytes(loaded)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "quantization"),
+    [
+        ("qwen3_moe_wide", "fp8", "fp8"),
+        ("qwen3_moe_wide", "fp8-channel", "fp8"),
+        ("qwen3_moe_wide", "awq-64", "int4"),
+        ("qwen3_moe_wide", "packed-channel", "int4"),
+        ("qwen3_moe_wide", "awq-64", "none"),
+        ("qwen3_next_wide", "fp8", "fp8"),
+        ("qwen3_5_moe_wide", "fp8", "fp8"),
+    ],
+)
+def test_experts_that_are_shipped_in_codes_take_what_a_worker_keeps(
+    family: str, name: str, quantization: str, tmp_path: Path
+) -> None:
+    """What a checkpoint leaves as it is stays so, and what is one product with it."""
+    make_model(family, tmp_path / "plain")
+    left = ["in_proj_a", "in_proj_b", "in_proj_ba", "shared_expert_gate", "experts.3.up_proj", "mlp.gate"]
+    ship(tmp_path / "plain", tmp_path / "shipped", name, ("_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"))
+    config = tmp_path / "shipped" / "config.json"
+    told = json.loads(config.read_text())
+    if "next" in family or "3_5" in family:
+        told["quantization_config"]["modules_to_not_convert"] = left
+        weights = tmp_path / "shipped" / "model.safetensors"
+        save_file(with_plain(weights, tmp_path / "plain" / "model.safetensors"), weights, metadata={"format": "pt"})
+    config.write_text(json.dumps(told))
+    loaded = load_model(str(tmp_path / "shipped"), dtype=torch.bfloat16, quantization=quantization)  # type: ignore[arg-type]
+    found = shape(tmp_path / "shipped", quantization)
+    assert found.weight_bytes == weight_bytes(loaded)
+    stacks = [each for each in loaded.model.modules() if isinstance(each, QuantizedStack)]
+    assert (found.expert_bytes < shape(tmp_path / "shipped").expert_bytes) == bool(stacks)
+
+
+def with_plain(shipped: Path, plain: Path) -> dict[str, torch.Tensor]:
+    """An expert's layer as it was."""
+    of_each = (load_file(shipped), load_file(plain))
+    first, second = ({name: each for name, each in found.items() if ".3.up_proj" in name} for found in of_each)
+    assert second
+    return {name: each for name, each in of_each[0].items() if name not in first} | second
 
 
 TIED = {

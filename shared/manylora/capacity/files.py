@@ -44,10 +44,10 @@ def read_curve(file: Path) -> Curve:
         raise CannotPlan(f"{file}: is no curve: {type(error).__name__}: {error}") from None
 
 
-def read_shape(name: str, quantization: str = "none") -> Shape:
+def read_shape(name: str, quantization: str = "none", ranks: int = 1) -> Shape:
     """A known shape's, or a folder's with a config.json. Raises CannotPlan."""
     if name in CONFIGS:
-        return shape_of(CONFIGS[name], name, quantization)
+        return shape_of(CONFIGS[name], name, quantization, ranks)
     config = Path(name) / "config.json"
     try:
         document = json.loads(config.read_text(encoding="utf-8"))
@@ -58,7 +58,7 @@ def read_shape(name: str, quantization: str = "none") -> Shape:
         raise CannotPlan(f"{config}: must be an object")
     if quantization == "int4" and not document.get("quantization_config"):
         raise CannotPlan(f"{config}: --quantization int4 keeps what a checkpoint ships; this model is not quantized")
-    return shape_of(document, Path(name).name, quantization)
+    return shape_of(document, Path(name).name, quantization, ranks)
 
 
 def read_mix(text: str, name: str) -> Mix:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from manylora.capacity.planning.kept import kept_of
-from manylora.capacity.planning.parts import BadConfig, parts_of
+from manylora.capacity.planning.kept import check_ranks, kept_of
+from manylora.capacity.planning.parts import BadConfig, Cut, Parts, parts_of
+from manylora.capacity.planning.ranks import share_of
 
 BYTES = 2  # of an element: bfloat16
 STATE_BYTES = 4
@@ -22,11 +23,12 @@ class CannotPlan(ValueError):
 
 @dataclass(frozen=True)
 class Shape:
-    """Two that differ by name only are equal: a folder of a known model has another one.
+    """Two that differ by name only are equal: a folder of a known model has another one. All is of one GPU.
 
     weight_bytes: on the device. step_bytes: of them, what each step reads; not `expert_bytes`, of all experts.
     row_elements: that a row is multiplied with. rank_bytes: of an adapter on all linear layers, experts not among them,
-    for each of its rank. state_bytes: of a sequence, in recurrent layers.
+    for each of its rank. state_bytes: of a sequence, in recurrent layers. ranks: GPUs of a worker. load_bytes: of
+    weights while it starts. sum_row_bytes: of a row that ranks sum.
     """
 
     name: str = dataclasses.field(compare=False)
@@ -42,6 +44,9 @@ class Shape:
     state_bytes: int = 0
     kv_element_bytes: int = BYTES
     quantization: str = "none"
+    ranks: int = 1
+    load_bytes: int = dataclasses.field(default=0, compare=False)
+    sum_row_bytes: int = dataclasses.field(default=0, compare=False)
 
     @property
     def kv_token_bytes(self) -> int:
@@ -70,34 +75,54 @@ def idle_share(experts: int, top_k: int, rows: float) -> float:
     return float((1 - top_k / experts) ** rows)
 
 
-def shape_of(config: Mapping[str, Any], name: str, quantization: str = "none") -> Shape:
-    """Of a Hugging Face config.json, as workers with that `--quantization` have it. Raises CannotPlan."""
+def shape_of(config: Mapping[str, Any], name: str, quantization: str = "none", ranks: int = 1) -> Shape:
+    """Of a Hugging Face config.json, as workers with that `--quantization` have it; of one of `ranks` what it has.
+    Raises CannotPlan.
+    """
     try:
-        parts = parts_of(config)
-        kept = kept_of(config, parts, quantization)
+        whole = parts_of(config)
+        kept = kept_of(config, whole, quantization)
+        parts = whole
+        if ranks > 1:
+            parts = share_of(whole, ranks)
+            check_ranks(kept, whole, ranks)
     except BadConfig as error:
         raise CannotPlan(f"{name}: {error}") from None
     sizes = [(each.inputs, each.outputs) for each in parts.products]
     head = parts.hidden * parts.vocab
-    plain = (parts.others + head) * BYTES
-    tables = parts.tables + (0 if parts.is_tied else head)
+    plain = (parts.others + parts.cut_others + head) * BYTES
     multiplied = sum(inputs * outputs for inputs, outputs in sizes) + head
     if parts.num_experts:
-        multiplied += parts.experts * parts.top_k // parts.num_experts
+        multiplied += parts.expert_elements * parts.top_k // parts.num_experts
+    unread = _unread_bytes(whole, parts, ranks)
     return Shape(
         name,
         layers=parts.layers,
-        weight_bytes=sum(map(kept.num_bytes, parts.products)) + plain + (tables + parts.experts) * BYTES,
+        weight_bytes=sum(map(kept.num_bytes, parts.products + parts.experts)) + plain + unread,
         step_bytes=sum(map(kept.read_bytes, parts.products)) + plain,
         row_elements=multiplied,
         kv_token_elements=parts.token_kv,
         rank_bytes=sum(inputs + outputs for inputs, outputs in sizes) * BYTES,
-        expert_bytes=parts.experts * BYTES,
+        expert_bytes=sum(map(kept.read_bytes, parts.experts)),
         experts=parts.num_experts,
         top_k=parts.top_k,
         state_bytes=parts.state * STATE_BYTES,
         quantization=quantization,
+        ranks=ranks,
+        load_bytes=sum(map(kept.load_bytes, parts.products + parts.experts)) + plain + unread,
+        sum_row_bytes=parts.hidden * BYTES,
     )
+
+
+def _unread_bytes(whole: Parts, parts: Parts, ranks: int) -> int:
+    """Of tables, which a step reads by row, beside the head that a rank reads: less where that is a part of one."""
+    head, embeddings = parts.hidden * parts.vocab, whole.hidden * whole.vocab
+    if not whole.is_tied:
+        return BYTES * (parts.tables + embeddings)
+    # The last of several ranks makes its head anew where tokens do not divide; it has no biases of what is summed.
+    biases = sum(each.outputs for each in parts.products if each.is_biased and each.cut is Cut.INPUTS)
+    anew = head if whole.vocab % ranks else 0
+    return BYTES * (parts.tables + embeddings - head + max(0, anew - biases))
 
 
 def _dense(layers: int, hidden: int, intermediate: int, heads: int, vocab: int, **more: Any) -> Mapping[str, Any]:
