@@ -76,9 +76,8 @@ def kept_of(config: Mapping[str, Any], parts: Parts, quantization: str) -> Kept:
         raise BadConfig("quantization_config: bitsandbytes is served on the CPU alone")
     if quantization == "none":
         return Kept()
-    kept = Kept(quantization, _GROUP if quantization == "int4" else 0)
-    if stated:
-        kept = _shipped(stated, quantization, parts)
+    is_four = quantization == "int4"
+    kept = _shipped(stated, quantization, parts) if stated else Kept(quantization, _GROUP * is_four, is_shipped=is_four)
     _check_groups(kept, parts)
     return kept
 

@@ -1,4 +1,4 @@
-"""What one rank of a worker with `--tensor-parallel` has of a model, cut as the worker cuts it (models/ranks/cuts.py)."""
+"""What one rank of a worker with `--tensor-parallel` has of a model: cut as models/ranks/cuts.py of the worker cuts."""
 
 from __future__ import annotations
 

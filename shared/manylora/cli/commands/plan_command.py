@@ -36,6 +36,7 @@ HostGib = Annotated[float, typer.Option(min=0.1, help="Host memory of a worker f
 Slots = Annotated[int | None, typer.Option(min=1, max=512, help="Given, and not searched for.")]
 Workers = Annotated[int | None, typer.Option(min=1, help="Given: what these would do.")]
 Format = Annotated[Quantization, typer.Option(help="Of the base model's weights, as workers have it.")]
+Ranks = Annotated[int, typer.Option(min=1, help="GPUs that share the model, as workers have them.")]
 CurveFile = Annotated[
     Path | None, typer.Option(help="A step curve of one's own, as bench/plan_check.py measures it.", **_FILE)
 ]
@@ -59,6 +60,7 @@ def plan(
     curve: CurveFile = None,
     quantization: Format = Quantization.NONE,
     kv_cache_dtype: KvCacheDtypeOption = KvCacheDtype.AUTO,
+    tensor_parallel: Ranks = 1,
     as_json: Json = False,
 ) -> None:
     """Say what a traffic needs: workers, slots, the arena's split, latencies, cost, and what to tune.
@@ -75,6 +77,7 @@ def plan(
     from manylora.capacity.planning.plan import Wanted, document_of
     from manylora.capacity.planning.plan import plan as planned
     from manylora.capacity.planning.shapes import CannotPlan, gpu_of
+    from manylora.capacity.planning.sums import with_ranks
     from manylora.capacity.planning.traffic import traffic_of_ledger, traffic_of_mix
     from manylora.cli.files import name_of, read_file
 
@@ -91,6 +94,8 @@ def plan(
             raise CannotPlan(f"{curve}: is of {steps.shape.name}, not of {shape.name}")
         if quantization is not Quantization.NONE:
             steps = with_quantization(steps, files.read_shape(model, quantization), packaged)
+        if tensor_parallel > 1:
+            steps = with_ranks(steps, files.read_shape(model, quantization, tensor_parallel), packaged)
         if kv_cache_dtype is KvCacheDtype.FP8:
             steps = with_fp8_kv(steps)
         wanted = Wanted(
