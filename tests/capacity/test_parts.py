@@ -9,6 +9,7 @@ import pytest
 import torch
 from manylora.capacity.planning.parts import BadConfig, parts_of
 from manylora.capacity.planning.shapes import CannotPlan, Shape, shape_of
+from manylora_worker.models.decoder_weights import read_decoder
 from manylora_worker.models.layers.packed_linear import PackedLinear
 from manylora_worker.models.loader import LoadedModel, load_model
 from manylora_worker.models.quantized.int4 import Int4Linear
@@ -17,6 +18,7 @@ from manylora_worker.models.quantized.stacks import QuantizedStack
 from safetensors.torch import load_file, save_file
 
 from tests.numerics.families import make_model
+from tests.numerics.published import PUBLISHED_HYBRIDS
 from tests.numerics.quantizing import ship
 
 DENSE = (
@@ -49,6 +51,12 @@ def weight_bytes(loaded: LoadedModel) -> int:
     return sum(p.nbytes for p in loaded.model.parameters()) + sum(each.weight_bytes for each in kept) + biases + kernels
 
 
+def has_kernels(loaded: LoadedModel) -> bool:
+    """Whether a GPU runs it by ours."""
+    weights = read_decoder(loaded)
+    return weights is not None and weights.has_kernels
+
+
 def adapter_bytes(loaded: LoadedModel) -> int:
     """Of an adapter on all linear layers, experts and routers aside, for each of its rank."""
     names = ("mlp.gate", "mlp.router")
@@ -60,6 +68,7 @@ def adapter_bytes(loaded: LoadedModel) -> int:
 def test_a_plan_has_the_memory_that_a_worker_takes(family: str, tmp_path: Path) -> None:
     loaded, found = made(family, tmp_path), shape(tmp_path)
     kv = loaded.spec.kv
+    assert has_kernels(loaded)
     assert found.weight_bytes == weight_bytes(loaded)
     assert found.kv_token_bytes == kv.token_bytes(torch.bfloat16)
     assert found.state_bytes == (0 if kv.state is None else kv.state.size_bytes)
@@ -71,7 +80,7 @@ def test_a_plan_has_the_memory_that_a_worker_takes(family: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("family", WITHOUT_KERNELS)
 def test_a_model_that_runs_without_kernels_is_refused_by_name(family: str, tmp_path: Path) -> None:
-    make_model(family, tmp_path)
+    assert not has_kernels(made(family, tmp_path))
     with pytest.raises(CannotPlan, match=r"tiny: \w+: .*: not planned for"):
         shape(tmp_path)
 
@@ -147,6 +156,36 @@ def test_a_text_part_is_tied_where_the_whole_model_alone_says_so() -> None:
     assert untied - tied == 2 * 64 * 131
     own = TIED["text_config"] | {"tie_word_embeddings": False}  # type: ignore[operator]
     assert shape_of(TIED | {"tie_word_embeddings": True, "text_config": own}, "qwen").weight_bytes == untied
+
+
+def test_a_mixture_without_dense_layers_needs_no_width_of_them() -> None:
+    """As Qwen3.5's are published."""
+    told = {**PUBLISHED_HYBRIDS["qwen3.5-moe"]["text_config"], "linear_num_value_heads": 8}
+    assert "intermediate_size" not in told
+    assert parts_of(told).expert_elements == 4 * 8 * 3 * 64 * 40
+
+
+NEXT_80B = {
+    "model_type": "qwen3_next", "num_hidden_layers": 48, "hidden_size": 2048, "intermediate_size": 5120,
+    "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 151936, "num_experts": 512,
+    "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "full_attention_interval": 4,
+}  # fmt: skip
+
+
+def test_qwen3_next_is_as_large_as_its_name() -> None:
+    """80B, of which a token goes through 3B; FP8 and two GPUs each halve it, nearly."""
+    found, fp8 = shape_of(NEXT_80B, "80b-a3b"), shape_of(NEXT_80B, "80b-a3b", "fp8")
+    assert found.weight_bytes == pytest.approx(2 * 79.7e9, rel=0.01)
+    assert found.row_elements == pytest.approx(3.6e9, rel=0.05)
+    assert fp8.weight_bytes == pytest.approx(found.weight_bytes / 2, rel=0.02)
+    assert shape_of(NEXT_80B, "80b-a3b", "fp8", ranks=2).weight_bytes == pytest.approx(fp8.weight_bytes / 2, rel=0.02)
+
+
+def test_gemma_4s_mixture_is_refused_for_it_has_no_kernels() -> None:
+    with pytest.raises(BadConfig, match="its mixture of experts runs without our kernels on a GPU: not planned for"):
+        parts_of({"model_type": "gemma4_text", "enable_moe_block": True})
 
 
 def test_every_fourth_layer_attends_where_layers_are_not_named() -> None:

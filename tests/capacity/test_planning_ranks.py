@@ -16,7 +16,7 @@ from manylora_worker.models.quantized.stacks import QuantizedStack
 from manylora_worker.models.ranks.cuts import SHARED_FAMILIES, check_cuts
 from manylora_worker.models.ranks.group import RankGroup
 
-from tests.capacity.test_parts import DENSE, HYBRIDS, MIXTURES, adapter_bytes, shape
+from tests.capacity.test_parts import DENSE, HYBRIDS, MIXTURES, adapter_bytes, has_kernels, shape
 from tests.numerics.families import make_model
 from tests.numerics.quantizing import ship
 
@@ -66,6 +66,7 @@ def check(folder: Path, size: int, quantization: str = "none") -> None:
     found, ranks = shape(folder, quantization, size), ranks_of(folder, size, quantization)
     assert found.weight_bytes == max(map(held_bytes, ranks))
     for loaded in ranks:
+        assert has_kernels(loaded)
         kv = loaded.spec.kv
         assert found.kv_token_bytes == kv.token_bytes(torch.bfloat16)
         assert found.state_bytes == (0 if kv.state is None else kv.state.size_bytes)
@@ -124,4 +125,5 @@ def test_what_a_worker_refuses_to_share_is_refused(family: str, size: int, tmp_p
         assert said in by_plan
         assert all(count in by_plan for count in counts.split(" and "))
     else:
+        assert bool(by_plan) != all(map(has_kernels, ranks_of(tmp_path, size)))
         assert not by_plan or "runs without our kernels there" in by_plan

@@ -107,8 +107,9 @@ def curve_of(document: Mapping[str, Any]) -> Curve:
     gpu = Gpu(**gpu) if isinstance(gpu, dict) else GPUS[gpu]
     shape = _told_shape(shape) if isinstance(shape, dict) else SHAPES[shape]
     points = _points(values.pop("points"))
-    by_kind = {name: {kind: _points(own) for kind, own in values.pop(name, {}).items()} for name in _BY_KIND}
-    return _fine(Curve(gpu=gpu, shape=shape, points=points, **by_kind, **values))
+    for name in _BY_KIND:
+        values[name] = {kind: _points(own) for kind, own in values.get(name, {}).items()}
+    return _fine(Curve(gpu=gpu, shape=shape, points=points, **values))
 
 
 def _told_shape(told: Mapping[str, Any]) -> Shape:
