@@ -101,6 +101,7 @@ def test_a_model_is_scaled_from_one_of_its_kind() -> None:
     assert origin("H200", "30b-a3b").endswith("from 30b-a3b on H100")
     assert origin("H200", "qwen3.5-9b", intermediate_size=4096).endswith("from qwen3.5-9b on H100")
     assert origin("L40S", "qwen3-8b").endswith("from llama-3.1-8b on H200")
+    assert origin("H100", "80b-a3b").endswith("from 30b-a3b on H100")
     curve = PACKAGED["H100", "30b-a3b"]
     straight = curve.base_ms(1) + (curve.base_ms(8) - curve.base_ms(1)) * 3 / 7
     assert curve.base_ms(4) > 1.05 * straight

@@ -94,6 +94,8 @@ def test_a_mixture_is_there_unquantized_before_it_is_in_fp8() -> None:
     assert made.load_bytes(STACK) == Kept().num_bytes(STACK)
     assert shipped.load_bytes(STACK) == shipped.num_bytes(STACK)
     assert shipped.load_bytes(LAYER) == Kept().num_bytes(LAYER)
+    assert Kept("nf4").load_bytes(STACK) == Kept("nf4").num_bytes(STACK)
+    assert Kept("nf4").load_bytes(LAYER) == Kept().num_bytes(LAYER)
 
 
 def left(*entries: str, quantization: str = "fp8") -> set[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from manylora.capacity.planning.parts import BadConfig, parts_of
-from manylora.capacity.planning.shapes import CannotPlan, Shape, shape_of
+from manylora.capacity.planning.shapes import CONFIGS, CannotPlan, Shape, shape_of
 from manylora_worker.models.decoder_weights import read_decoder
 from manylora_worker.models.layers.packed_linear import PackedLinear
 from manylora_worker.models.loader import LoadedModel, load_model
@@ -165,22 +165,14 @@ def test_a_mixture_without_dense_layers_needs_no_width_of_them() -> None:
     assert parts_of(told).expert_elements == 4 * 8 * 3 * 64 * 40
 
 
-NEXT_80B = {
-    "model_type": "qwen3_next", "num_hidden_layers": 48, "hidden_size": 2048, "intermediate_size": 5120,
-    "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 151936, "num_experts": 512,
-    "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
-    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-    "decoder_sparse_step": 1, "mlp_only_layers": [], "full_attention_interval": 4,
-}  # fmt: skip
-
-
 def test_qwen3_next_is_as_large_as_its_name() -> None:
     """80B, of which a token goes through 3B; FP8 and two GPUs each halve it, nearly."""
-    found, fp8 = shape_of(NEXT_80B, "80b-a3b"), shape_of(NEXT_80B, "80b-a3b", "fp8")
+    config = CONFIGS["80b-a3b"]
+    found, fp8 = shape_of(config, "80b-a3b"), shape_of(config, "80b-a3b", "fp8")
     assert found.weight_bytes == pytest.approx(2 * 79.7e9, rel=0.01)
     assert found.row_elements == pytest.approx(3.6e9, rel=0.05)
     assert fp8.weight_bytes == pytest.approx(found.weight_bytes / 2, rel=0.02)
-    assert shape_of(NEXT_80B, "80b-a3b", "fp8", ranks=2).weight_bytes == pytest.approx(fp8.weight_bytes / 2, rel=0.02)
+    assert shape_of(config, "80b-a3b", "fp8", ranks=2).weight_bytes == pytest.approx(fp8.weight_bytes / 2, rel=0.02)
 
 
 def test_gemma_4s_mixture_is_refused_for_it_has_no_kernels() -> None:

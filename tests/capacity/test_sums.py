@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from manylora.capacity.files import packaged_curves
 from manylora.capacity.planning.curve import Curve, find_curve, floor_ms, with_quantization
 from manylora.capacity.planning.shapes import CONFIGS, GPUS, SHAPES, CannotPlan, shape_of
 from manylora.capacity.planning.sums import WORKERS_SUM_BY, sums_us, with_ranks
+from manylora_worker.models import build
+from manylora_worker.models.ranks import follower
 
 from bench import curves as made
 from tests.capacity.test_curve import predicted
@@ -26,6 +29,12 @@ MEASURED = [
 def shared(gpu: str, shape: str, ranks: int = 2, sum_by: str = WORKERS_SUM_BY) -> Curve:
     whole = find_curve(PACKAGED, GPUS[gpu], SHAPES[shape])
     return with_ranks(whole, shape_of(CONFIGS[shape], shape, ranks=ranks), PACKAGED, sum_by)
+
+
+def test_workers_sum_as_the_plan_takes_them_to() -> None:
+    sources = [Path(module.__file__ or "").read_text() for module in (build, follower)]
+    assert all("RankGroup(" in each for each in sources)
+    assert (WORKERS_SUM_BY == "nccl") != any("is_symmetric" in each for each in sources)
 
 
 def test_a_rank_reads_what_the_bench_says() -> None:

@@ -49,8 +49,11 @@ class Kept:
         return size // 2 + _FLOAT * size // _TILE + shifts + bias
 
     def load_bytes(self, product: Product) -> int:
-        """While a worker starts: layers are there before they are quantized, shipped experts come in their codes."""
-        return self.num_bytes(product) if self.is_shipped and product.members else Kept().num_bytes(product)
+        """While a worker starts: what it quantizes is on the device before."""
+        # Shipped experts come in their codes, and those in NF4, but for gpt-oss's, are quantized on their way.
+        is_on_its_way = self.quantization == "nf4" and not product.is_biased
+        comes_in_codes = product.members and (self.is_shipped or is_on_its_way)
+        return self.num_bytes(product) if comes_in_codes else Kept().num_bytes(product)
 
     def leaves(self, product: Product) -> bool:
         return (product.path, product.members) in self.left

@@ -146,10 +146,11 @@ def arena_bytes(curve: Curve) -> int:
             f"--tensor-parallel {2 * shape.ranks} shares them among more"
         )
     if shape.load_bytes > gpu.memory_gib * GIB:
+        experts = ", and experts that a checkpoint ships quantized come so" if shape.experts else ""
         raise CannotPlan(
             f"{shape.name}: --quantization {shape.quantization}: before they are quantized its weights take "
             f"{shape.load_bytes / GIB:.0f} GiB on the device, and {where} {gpu.memory_gib:.0f}: --tensor-parallel "
-            f"{2 * shape.ranks} shares them among more"
+            f"{2 * shape.ranks} shares them among more{experts}"
         )
     return left
 

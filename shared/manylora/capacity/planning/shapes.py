@@ -163,12 +163,22 @@ _HYBRID = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
+_NEXT = {
+    **_HYBRID,
+    "model_type": "qwen3_next",
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+}
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "llama-3.1-8b": _dense(32, 4096, 14336, 32, 128256),
     "qwen3-8b": _dense(36, 4096, 12288, 32, 151936, model_type="qwen3"),
     "llama-70b": _dense(80, 8192, 28672, 64, 128256),
     "30b-a3b": _dense(48, 2048, 6144, 32, 151936, **_MIXTURE),
     "qwen3.5-9b": _dense(32, 4096, 12288, 16, 248320, **_HYBRID),
+    "80b-a3b": _dense(48, 2048, 5120, 16, 151936, **_NEXT),
 }
 SHAPES = {name: shape_of(config, name) for name, config in CONFIGS.items()}
 
