@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from manylora.capacity.planning.parts import BadConfig, parts_of
 from manylora.capacity.planning.shapes import CONFIGS, CannotPlan, Shape, shape_of
+from manylora_worker.config import WorkerConfig
+from manylora_worker.models.build import _check_block
+from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.decoder_weights import read_decoder
 from manylora_worker.models.layers.packed_linear import PackedLinear
 from manylora_worker.models.loader import LoadedModel, load_model
 from manylora_worker.models.quantized.int4 import Int4Linear
 from manylora_worker.models.quantized.linear import QuantizedLinear
 from manylora_worker.models.quantized.stacks import QuantizedStack
+from manylora_worker.models.torch.kv_scales import with_fp8_kv
 from safetensors.torch import load_file, save_file
 
 from tests.numerics.families import make_model
@@ -76,6 +81,24 @@ def test_a_plan_has_the_memory_that_a_worker_takes(family: str, tmp_path: Path) 
     assert found.rank_bytes == adapter_bytes(loaded)
     experts = loaded.spec.experts.values()
     assert (found.experts, found.top_k) == next(((e.experts, e.top_k) for e in experts), (0, 0))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen3_5_text", "qwen3_next", "gemma4_text"])
+@pytest.mark.parametrize("max_rank", [4, 64])
+def test_blocks_of_kv_in_fp8_are_those_that_a_worker_takes(family: str, max_rank: int, tmp_path: Path) -> None:
+    loaded = with_fp8_kv(made(family, tmp_path))
+    found = replace(shape(tmp_path), kv_element_bytes=1).block_tokens(max_rank)
+    token_bytes = loaded.spec.kv.token_bytes(torch.bfloat16)
+
+    def check(block_size: int) -> None:
+        config = WorkerConfig(model="tiny", adapter_store="", block_size=block_size, max_lora_rank=max_rank)
+        _check_block(loaded, config, token_bytes * block_size)
+
+    check(found)
+    if found > 16:
+        with pytest.raises(ModelRefused, match=f"set --block-size {found}$"):
+            check(found // 2)
+    assert shape(tmp_path).block_tokens(max_rank) == 16, "of bf16 any will do"
 
 
 @pytest.mark.parametrize("family", WITHOUT_KERNELS)

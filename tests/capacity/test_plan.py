@@ -189,3 +189,12 @@ def test_what_is_quantized_at_the_start_must_fit_before_it_is() -> None:
         CannotPlan, match="before they are quantized its weights take 131 GiB on the device, and one H100"
     ):
         plan(traffic(), curve, Wanted())
+
+
+def test_blocks_of_kv_in_fp8_are_told_where_a_worker_wants_larger_ones() -> None:
+    def flags(shape: str) -> str:
+        curve = with_fp8_kv(find_curve(packaged_curves(), GPUS["H100"], SHAPES[shape]))
+        return str(document_of(plan(traffic(5), curve, Wanted(slots=32)))["worker_flags"])
+
+    assert "--kv-cache-dtype fp8 --block-size 32" in flags("qwen3.5-9b")
+    assert "--block-size" not in flags("llama-3.1-8b")

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from manylora_shared.composition import RANKS_AT_ONCE
+
 from manylora.capacity.planning.curve import Curve
 from manylora.capacity.planning.play import Outcome, play, play_unless_late
 from manylora.capacity.planning.rules import Rule, rules_of
@@ -323,6 +325,9 @@ def flags_of(plan: Plan) -> str:
         parts.append(f"--tensor-parallel {plan.curve.shape.ranks}")
     if plan.curve.shape.kv_element_bytes == 1:
         parts.append("--kv-cache-dtype fp8")
+    block_tokens = plan.curve.shape.block_tokens(max(ranks, default=RANKS_AT_ONCE))
+    if block_tokens != BLOCK_TOKENS:
+        parts.append(f"--block-size {block_tokens}")
     if ranks:
         parts += [
             f"--device-adapter-mb {max(1, plan.settings.adapter_bytes // _MIB)}",

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from manylora_shared.composition import RANKS_AT_ONCE
+
 from manylora.capacity.planning.kept import check_ranks, kept_of
 from manylora.capacity.planning.parts import BadConfig, Cut, Parts, parts_of
 from manylora.capacity.planning.ranks import share_of
@@ -28,7 +30,7 @@ class Shape:
     weight_bytes: on the device. step_bytes: of them, what each step reads; not `expert_bytes`, of all experts.
     row_elements: that a row is multiplied with. rank_bytes: of an adapter on all linear layers, experts not among them,
     for each of its rank. state_bytes: of a sequence, in recurrent layers. ranks: GPUs of a worker. load_bytes: of
-    weights while it starts. sum_row_bytes: of a row that ranks sum.
+    weights while it starts. sum_row_bytes: of a row that ranks sum. widest: inputs or outputs of a layer.
     """
 
     name: str = dataclasses.field(compare=False)
@@ -47,6 +49,7 @@ class Shape:
     ranks: int = 1
     load_bytes: int = dataclasses.field(default=0, compare=False)
     sum_row_bytes: int = dataclasses.field(default=0, compare=False)
+    widest: int = dataclasses.field(default=0, compare=False)
 
     @property
     def kv_token_bytes(self) -> int:
@@ -56,6 +59,13 @@ class Shape:
     def state_tokens(self) -> int:
         """What a sequence's state takes of the KV: whole blocks."""
         return -(-self.state_bytes // (self.kv_token_bytes * BLOCK_TOKENS)) * BLOCK_TOKENS
+
+    def block_tokens(self, max_rank: int) -> int:
+        """The least that a worker takes: a block of KV in FP8 has a whole part of an adapter."""
+        part_bytes = min(RANKS_AT_ONCE, max_rank) * self.widest * BYTES
+        if self.kv_element_bytes == BYTES or part_bytes <= BLOCK_TOKENS * self.kv_token_bytes:
+            return BLOCK_TOKENS
+        return 1 << (-(-part_bytes // self.kv_token_bytes) - 1).bit_length()
 
     @property
     def kind(self) -> tuple[bool, bool]:
@@ -120,6 +130,7 @@ def shape_of(config: Mapping[str, Any], name: str, quantization: str = "none", r
         ranks=ranks,
         load_bytes=sum(map(kept.load_bytes, parts.products + parts.experts)) + plain + unread,
         sum_row_bytes=parts.hidden * BYTES,
+        widest=max(parts.num_experts, *(size for both in sizes for size in both)),
     )
 
 
