@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from manylora.capacity.planning import shapes
 from manylora.capacity.planning.parts import BadConfig, parts_of
 from manylora.capacity.planning.shapes import CONFIGS, CannotPlan, Shape, shape_of
+from manylora_shared.composition import RANKS_AT_ONCE
 from manylora_worker.config import WorkerConfig
 from manylora_worker.models.build import _check_block
 from manylora_worker.models.checkpoint import ModelRefused
@@ -95,6 +97,7 @@ def test_blocks_of_kv_in_fp8_are_those_that_a_worker_takes(family: str, max_rank
         _check_block(loaded, config, token_bytes * block_size)
 
     check(found)
+    assert RANKS_AT_ONCE == shapes.RANKS_AT_ONCE
     if found > 16:
         with pytest.raises(ModelRefused, match=f"set --block-size {found}$"):
             check(found // 2)

@@ -7,12 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from manylora_shared.composition import RANKS_AT_ONCE
-
 from manylora.capacity.planning.curve import Curve
 from manylora.capacity.planning.play import Outcome, play, play_unless_late
 from manylora.capacity.planning.rules import Rule, rules_of
-from manylora.capacity.planning.shapes import BLOCK_TOKENS, GIB, CannotPlan
+from manylora.capacity.planning.shapes import BLOCK_TOKENS, GIB, RANKS_AT_ONCE, CannotPlan
 from manylora.capacity.planning.traffic import Traffic
 from manylora.capacity.planning.worker import WorkerSettings
 

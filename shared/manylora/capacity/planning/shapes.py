@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from manylora_shared.composition import RANKS_AT_ONCE
-
 from manylora.capacity.planning.kept import check_ranks, kept_of
 from manylora.capacity.planning.parts import BadConfig, Cut, Parts, parts_of
 from manylora.capacity.planning.ranks import share_of
@@ -17,6 +15,7 @@ BYTES = 2  # of an element: bfloat16
 STATE_BYTES = 4
 BLOCK_TOKENS = 16  # of KV
 GIB = 1 << 30
+RANKS_AT_ONCE = 16  # as manylora_shared.composition has it
 
 
 class CannotPlan(ValueError):
