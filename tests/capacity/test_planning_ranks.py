@@ -17,10 +17,20 @@ from manylora_worker.models.ranks.cuts import SHARED_FAMILIES, check_cuts
 from manylora_worker.models.ranks.group import RankGroup
 
 from tests.capacity.test_parts import DENSE, HYBRIDS, MIXTURES, adapter_bytes, has_kernels, shape
-from tests.numerics.families import make_model
+from tests.numerics.families import UNLIKE, make_model
 from tests.numerics.quantizing import ship
 
-SHARED = (*DENSE, "qwen3_moe", "qwen3_5_wide", "qwen3_5_moe_wide", "qwen3_next_wide", "gemma4_text", "gemma4_shared")
+NEW = sorted({"gemma4_moe_wide", "ministral3"} & (SHARED_FAMILIES | UNLIKE.keys()))
+SHARED = (
+    *NEW,
+    *DENSE,
+    "qwen3_moe",
+    "qwen3_5_wide",
+    "qwen3_5_moe_wide",
+    "qwen3_next_wide",
+    "gemma4_text",
+    "gemma4_shared",
+)
 
 
 class _Alone(RankGroup):

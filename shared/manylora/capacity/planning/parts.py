@@ -60,6 +60,7 @@ class Parts:
     experts: list[Product] = field(default_factory=list)  # of a layer one for gates and ups, and one behind it
     num_experts: int = 0  # of a layer
     top_k: int = 0
+    sums: int = 0  # over ranks, by a step
     counts: dict[tuple[str, int], None] = field(default_factory=dict)
     widths: dict[tuple[str, int], None] = field(default_factory=dict)
 
@@ -95,6 +96,7 @@ _FAMILIES: Mapping[str, _Family] = {
     "qwen2": _Family(is_biased=True, biases_output=False),
     "seed_oss": _Family(is_biased=True, biases_output=False, head_dim=128),
     "qwen3": _Family(norms_heads=True, head_dim=128),
+    "ministral3": _Family(head_dim=128),
     "smollm3": _Family(is_tied=True),
     "exaone4": _Family(norms_heads=True),
     "phi3": _Family(is_fused=True),
@@ -130,8 +132,6 @@ def parts_of(config: Mapping[str, Any]) -> Parts:
         raise BadConfig(f"text_config: must be an object, not {text!r}")
     kind = text.get("model_type", "llama")
     family = _FAMILIES.get(kind)
-    if text.get("enable_moe_block"):
-        raise BadConfig(f"{kind}: its mixture of experts runs without our kernels on a GPU: not planned for")
     if family is None:
         reason = next((reason for key, reason in _UNLIKE.items() if text.get(key)), "runs without our kernels on a GPU")
         raise BadConfig(f"{kind}: {reason}: not planned for")
@@ -178,6 +178,7 @@ class _Reader:
         for layer, kind in enumerate(kinds):
             self._block = f"{self._root}.layers.{layer}"
             found.others += self._family.norms * self._hidden
+            found.sums += 2
             if kind == _LINEAR:
                 self._delta_net()
             elif self._kind == _GEMMA4:
@@ -186,9 +187,11 @@ class _Reader:
                 self._attention(self._kv_heads, self._head_dim)
             if self._has_experts(layer):
                 self._mixture()
-            else:
+            else:  # also beside Gemma 4's experts
                 doubles = self._text.get("use_double_wide_mlp") and layer >= shared_from > 0
                 self._mlp("mlp", self._number("intermediate_size") * (2 if doubles else 1))
+            if self._kind == _GEMMA4 and self._text.get("enable_moe_block"):
+                self._mixture_beside()
         width = self._number("hidden_size_per_layer_input", 0 if self._kind != _GEMMA4 else 256, least=0)
         if width:
             self._layer_inputs(width)
@@ -286,19 +289,29 @@ class _Reader:
         self._read(module, outputs, is_biased=is_biased)
         self._add(f"{module}.down_proj", width, hidden, Cut.INPUTS, is_biased=is_biased)
 
-    def _mixture(self) -> None:
-        found, hidden, is_biased = self._found, self._hidden, self._kind == GPT_OSS
-        named = "intermediate_size" if is_biased else "moe_intermediate_size"
-        width = self._number(named)
+    def _experts(self, module: str, named: str, *, is_biased: bool = False) -> None:
+        found, hidden, width = self._found, self._hidden, self._number(named)
         count = found.num_experts = self._number("num_experts", self._text.get("num_local_experts"))
-        found.top_k = self._number("num_experts_per_tok")
-        path = f"{self._block}.mlp.experts"
+        path = f"{self._block}.{module}"
         found.experts += [
             Product(hidden, 2 * width, is_biased, path, path, Cut.OUTPUTS, count, ("gate_proj", "up_proj")),
             Product(width, hidden, is_biased, path, path, Cut.INPUTS, count, ("down_proj",)),
         ]
-        found.others += found.num_experts * (hidden + (1 if is_biased else 0))
         found.widths[named, width] = None
+
+    def _mixture_beside(self) -> None:
+        found, hidden = self._found, self._hidden
+        self._experts("experts", "moe_intermediate_size")
+        found.top_k = self._number("top_k_experts")
+        self._add("router.proj", hidden, found.num_experts)
+        found.others += found.num_experts + 4 * hidden  # the router's scales, and three norms
+        found.sums += 1
+
+    def _mixture(self) -> None:
+        found, hidden, is_biased = self._found, self._hidden, self._kind == GPT_OSS
+        self._experts("mlp.experts", "intermediate_size" if is_biased else "moe_intermediate_size", is_biased=is_biased)
+        found.top_k = self._number("num_experts_per_tok")
+        found.others += found.num_experts * (hidden + (1 if is_biased else 0))
         if self._family.is_gated:
             shared = self._number("shared_expert_intermediate_size")
             found.widths["shared_expert_intermediate_size", shared] = None

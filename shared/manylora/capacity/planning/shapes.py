@@ -29,7 +29,8 @@ class Shape:
     weight_bytes: on the device. step_bytes: of them, what each step reads; not `expert_bytes`, of all experts.
     row_elements: that a row is multiplied with. rank_bytes: of an adapter on all linear layers, experts not among them,
     for each of its rank. state_bytes: of a sequence, in recurrent layers. ranks: GPUs of a worker. load_bytes: of
-    weights while it starts. sum_row_bytes: of a row that ranks sum. widest: inputs or outputs of a layer.
+    weights while it starts. sums: over ranks, by a step, each of sum_row_bytes a row. widest: inputs or outputs of a
+    layer.
     """
 
     name: str = dataclasses.field(compare=False)
@@ -48,6 +49,7 @@ class Shape:
     ranks: int = 1
     load_bytes: int = dataclasses.field(default=0, compare=False)
     sum_row_bytes: int = dataclasses.field(default=0, compare=False)
+    sums: int = dataclasses.field(default=0, compare=False)
     widest: int = dataclasses.field(default=0, compare=False)
 
     @property
@@ -129,6 +131,7 @@ def shape_of(config: Mapping[str, Any], name: str, quantization: str = "none", r
         ranks=ranks,
         load_bytes=sum(map(kept.load_bytes, parts.products + parts.experts)) + plain + unread,
         sum_row_bytes=parts.hidden * BYTES,
+        sums=parts.sums,
         widest=max(parts.num_experts, *(size for both in sizes for size in both)),
     )
 

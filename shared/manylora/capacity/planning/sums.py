@@ -1,4 +1,4 @@
-"""How long a step of several ranks takes: what a rank reads and multiplies, and two sums over the ranks a layer.
+"""How long a step of several ranks takes: what a rank reads and multiplies, and sums over the ranks.
 
 Two GPUs were measured. What they took beyond a rank's own is put down to the sums, by their bytes.
 """
@@ -13,7 +13,6 @@ from manylora.capacity.planning.curve import Curve, between, floor_ms
 from manylora.capacity.planning.shapes import CONFIGS, CannotPlan, Gpu, Shape, shape_of
 
 WORKERS_SUM_BY = "nccl"  # models/ranks/build.py and follower.py: groups that are not symmetric
-_SUMS_A_LAYER = 2
 _Table = list[tuple[int, float]]
 
 
@@ -22,7 +21,7 @@ def with_ranks(curve: Curve, shape: Shape, curves: Sequence[Curve], sum_by: str 
     table, where = sums_us(curve.gpu, curves, sum_by)
     multiplied = shape.row_elements / curve.shape.row_elements
     ranks = shape.rank_bytes / curve.shape.rank_bytes
-    sums = _SUMS_A_LAYER * shape.layers
+    sums = shape.sums
     # Beyond the first point bytes cost; of more GPUs than two nothing was measured.
     steps, bytes_factor = math.log2(shape.ranks), 2 * (shape.ranks - 1) / shape.ranks
 
@@ -71,8 +70,7 @@ def sums_us(gpu: Gpu, curves: Sequence[Curve], sum_by: str) -> tuple[_Table, str
 def _table(curve: Curve, sum_by: str) -> _Table:
     shape = shape_of(CONFIGS[curve.shape.name], curve.shape.name, ranks=2)
     beyond = [(rows, ms - _alone_ms(curve, shape, rows)) for rows, ms in curve.of_two[sum_by]]
-    sums = _SUMS_A_LAYER * shape.layers
-    return [(rows * shape.sum_row_bytes, 1e3 * max(0.0, ms) / sums) for rows, ms in beyond]
+    return [(rows * shape.sum_row_bytes, 1e3 * max(0.0, ms) / shape.sums) for rows, ms in beyond]
 
 
 def _alone_ms(curve: Curve, shape: Shape, rows: int) -> float:
