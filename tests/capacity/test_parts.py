@@ -20,11 +20,12 @@ from manylora_worker.models.loader import LoadedModel, load_model
 from manylora_worker.models.quantized.int4 import Int4Linear
 from manylora_worker.models.quantized.linear import QuantizedLinear
 from manylora_worker.models.quantized.stacks import QuantizedStack
+from manylora_worker.models.ranks.cuts import SHARED_FAMILIES
 from manylora_worker.models.torch import decoder
 from manylora_worker.models.torch.kv_scales import with_fp8_kv
 from safetensors.torch import load_file, save_file
 
-from tests.numerics.families import make_model
+from tests.numerics.families import UNLIKE, make_model
 from tests.numerics.published import PUBLISHED_HYBRIDS
 from tests.numerics.quantizing import ship
 
@@ -35,6 +36,7 @@ DENSE = (
 MIXTURES = ("qwen3_moe", "gpt_oss")
 HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 GEMMA4 = ("gemma4_text", "gemma4_wide")
+NEW = sorted({"gemma4_moe_wide", "ministral3"} & (SHARED_FAMILIES | UNLIKE.keys()))  # where kernels have them
 WITHOUT_KERNELS = ("olmo2", "olmo3", "glm4_moe")
 
 
@@ -103,7 +105,7 @@ def test_blocks_of_kv_in_fp8_are_those_that_a_worker_takes(family: str, max_rank
     assert shape(tmp_path).block_tokens(max_rank) == 16, "of bf16 any will do"
 
 
-@pytest.mark.parametrize("family", [*DENSE, *MIXTURES, *HYBRIDS, *GEMMA4])
+@pytest.mark.parametrize("family", [*DENSE, *MIXTURES, *HYBRIDS, *GEMMA4, *NEW])
 def test_what_is_planned_runs_by_kernels(family: str, tmp_path: Path) -> None:
     assert has_kernels(made(family, tmp_path))
 

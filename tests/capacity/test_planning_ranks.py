@@ -16,11 +16,10 @@ from manylora_worker.models.quantized.stacks import QuantizedStack
 from manylora_worker.models.ranks.cuts import SHARED_FAMILIES, check_cuts
 from manylora_worker.models.ranks.group import RankGroup
 
-from tests.capacity.test_parts import DENSE, HYBRIDS, MIXTURES, adapter_bytes, has_kernels, shape
-from tests.numerics.families import UNLIKE, make_model
+from tests.capacity.test_parts import DENSE, HYBRIDS, MIXTURES, NEW, adapter_bytes, has_kernels, shape
+from tests.numerics.families import make_model
 from tests.numerics.quantizing import ship
 
-NEW = sorted({"gemma4_moe_wide", "ministral3"} & (SHARED_FAMILIES | UNLIKE.keys()))
 SHARED = (
     *NEW,
     *DENSE,
