@@ -139,6 +139,14 @@ def quantized(gpu: str, shape: str, base: Mapping[int, float]) -> Iterator[tuple
             yield kind, sorted(found[kind].items())
 
 
+def of_two(gpu: str, shape: str) -> dict[str, list[tuple[int, float]]]:
+    """Steps of two GPUs, by how they sum."""
+    found = [line for line in lines(MACHINES[gpu], "engine-two-gpus.jsonl") if line.get("tensor_parallel") == 2]
+    own = [line for line in found if line["shape"] == shape]
+    kinds = sorted({line["all_reduce"] for line in own})
+    return {kind: sorted(base_of([line for line in own if line["all_reduce"] == kind]).items()) for kind in kinds}
+
+
 def curves() -> Iterator[Line]:
     by_gpu = {
         gpu: [line for name in ENGINE_FILES for line in lines(machine, name) if line["quantization"] == "none"]
@@ -154,7 +162,8 @@ def curves() -> Iterator[Line]:
             origin = f"measured on {date}" + (f"; prompts estimated from {where}" if where else "")
             way_ms = service_ms(gpu, found, prompts_of(gpu, REFERENCE, by_gpu)[0])
             of_formats = {} if SHAPES[shape].experts else dict(quantized(gpu, shape, base_of(measured)))
-            more = {"quantized": of_formats} if of_formats else {}
+            more: dict[str, Any] = {"quantized": of_formats, "of_two": of_two(gpu, shape)}
+            more = {name: found for name, found in more.items() if found}
             yield {**curve(gpu, shape, measured, prompts, way_ms), **more, "origin": origin}
 
 

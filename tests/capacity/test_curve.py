@@ -101,6 +101,7 @@ def test_a_model_is_scaled_from_one_of_its_kind() -> None:
     assert origin("H200", "30b-a3b").endswith("from 30b-a3b on H100")
     assert origin("H200", "qwen3.5-9b", intermediate_size=4096).endswith("from qwen3.5-9b on H100")
     assert origin("L40S", "qwen3-8b").endswith("from llama-3.1-8b on H200")
+    assert origin("H100", "80b-a3b").endswith("from 30b-a3b on H100")
     curve = PACKAGED["H100", "30b-a3b"]
     straight = curve.base_ms(1) + (curve.base_ms(8) - curve.base_ms(1)) * 3 / 7
     assert curve.base_ms(4) > 1.05 * straight
@@ -140,3 +141,19 @@ def test_quantized_steps_of_another_pair_are_estimated_from_them() -> None:
     for gpu, kind in (("A100", "fp8"), ("L40S", "int4")):
         with pytest.raises(CannotPlan, match=f"--quantization {kind}: not planned for on {gpu}"):
             quantized(gpu, "llama-3.1-8b", kind)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4", "nf4"])
+def test_experts_in_codes_take_fewer_bytes_and_their_unpacking(kind: str) -> None:
+    plain, own = PACKAGED["H100", "30b-a3b"], shape_of(CONFIGS["30b-a3b"], "30b-a3b", kind)
+    curve = with_quantization(plain, own, packaged_curves())
+    assert (curve.is_measured, curve.shape.experts) == (False, 128)
+    assert curve.origin.endswith(f"of weights in {kind} estimated from llama-3.1-8b on H100")
+    for rows in (1, 8, 64):
+        saved = floor_ms(GPUS["H100"], plain.shape, rows, 256) - floor_ms(GPUS["H100"], own, rows, 256)
+        assert plain.base_ms(rows) - saved < curve.base_ms(rows) < plain.base_ms(rows), rows
+        assert sum(each * elements for each, elements in plain.shape.multiplied(rows)) == pytest.approx(
+            rows * plain.shape.row_elements
+        )
+    more = curve.step_ms(1, 256, prompt_tokens=64) - curve.step_ms(1, 256)
+    assert more < plain.step_ms(1, 256, prompt_tokens=64) - plain.step_ms(1, 256), "experts that prompts reach"

@@ -12,6 +12,7 @@ from manylora.capacity.planning.shapes import CONFIGS
 from manylora_worker.models.cuda.kernels.nf4_format import Nf4Weight, quantize
 from manylora_worker.models.quantized import fp8
 from manylora_worker.models.quantized.int4 import Int4Weight
+from manylora_worker.models.quantized.stacks import QuantizedStack, quantized_stack
 
 LAYER = Product(512, 96, is_biased=True)
 BIAS = 2 * 96
@@ -65,7 +66,8 @@ def test_a_checkpoint_says_its_groups() -> None:
         ("int4", {**GPTQ, "desc_act": True}, "not of neighbouring inputs"),
         ("int4", {**GPTQ, "group_size": 768}, r"a layer's 4096 inputs are no groups of 768"),
         ("none", {"quant_method": "bitsandbytes"}, "served on the CPU alone"),
-        ("fp8", {"quant_method": "fp8", "ignored_layers": ["lm_head", "in_proj_a"]}, "'in_proj_a' stays as it is"),
+        ("fp8", {"quant_method": "fp8", "ignored_layers": ["lm_head", 3]}, "3 names no module"),
+        ("fp8", {"quant_method": "fp8", "ignored_layers": ["re:("]}, r"'\(' is no pattern"),
     ],
 )
 def test_what_is_not_planned_is_refused(quantization: str, stated: dict[str, Any], says: str) -> None:
@@ -73,7 +75,54 @@ def test_what_is_not_planned_is_refused(quantization: str, stated: dict[str, Any
         kept(quantization, **stated)
 
 
-def test_a_quantized_mixture_is_not_planned() -> None:
-    mixture = CONFIGS["30b-a3b"]
-    with pytest.raises(BadConfig, match="--quantization fp8: of a mixture of experts it is not planned for"):
-        kept_of(mixture, parts_of(mixture), "fp8")
+STACK = Product(512, 96, path="experts", site="experts", count=3, members=("gate_proj", "up_proj"))
+
+
+@pytest.mark.parametrize("has_shifts", [False, True])
+def test_experts_have_one_set_of_scales(has_shifts: bool) -> None:
+    shifts = [torch.ones(3, 96, 4)] if has_shifts else []
+    int4 = QuantizedStack([torch.zeros(3, 96, 256, dtype=torch.uint8), torch.ones(3, 96, 4), *shifts], 128, torch.float)
+    kept = Kept("int4", 128, has_shifts)
+    assert kept.num_bytes(STACK) == kept.read_bytes(STACK) == int4.weight_bytes
+    assert Kept("nf4").num_bytes(STACK) == 3 * quantize(torch.randn(96, 512)).num_bytes, "an expert's as a layer's"
+    assert Kept("fp8").num_bytes(STACK) == quantized_stack(torch.randn(3, 96, 512)).weight_bytes
+
+
+def test_a_mixture_is_there_unquantized_before_it_is_in_fp8() -> None:
+    """Shipped experts come in codes, other layers are rebuilt on the way."""
+    made, shipped = Kept("fp8"), Kept("fp8", 128, is_shipped=True)
+    assert made.load_bytes(STACK) == Kept().num_bytes(STACK)
+    assert shipped.load_bytes(STACK) == shipped.num_bytes(STACK)
+    assert shipped.load_bytes(LAYER) == Kept().num_bytes(LAYER)
+    assert Kept("nf4").load_bytes(STACK) == Kept("nf4").num_bytes(STACK)
+    assert Kept("nf4").load_bytes(LAYER) == Kept().num_bytes(LAYER)
+
+
+def left(*entries: str, quantization: str = "fp8") -> set[str]:
+    config = {**CONFIGS["30b-a3b"], "num_hidden_layers": 2}
+    stated = {"quant_method": "fp8", "modules_to_not_convert": entries}
+    return {path for path, _ in kept_of({**config, "quantization_config": stated}, parts_of(config), quantization).left}
+
+
+def test_what_a_checkpoint_leaves_is_named_by_paths_and_patterns() -> None:
+    """All that reads one input is rebuilt where a part of it is left. Routers are rebuilt always."""
+    first = {f"model.layers.0.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj")}
+    assert left("lm_head", "model.layers.0.mlp.gate") == set()
+    assert left("model.layers.0.self_attn.k_proj") == first
+    assert left("layers.0.self_attn.o_proj") == {"model.layers.0.self_attn.o_proj"}
+    assert left(r"re:.*\.0\.self_attn\.v_proj$") == left("layers.0.*.v_proj") == first
+    assert left("proj", "q") == set(), "a name is whole"
+    assert left("model.layers.1.mlp.experts.127.up_proj") == {"model.layers.1.mlp.experts"}
+
+
+@pytest.mark.parametrize(
+    ("stated", "says"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [16, 16]}, "experts on a GPU take no groups of 16 inputs"),
+        ({**GPTQ, "group_size": 512}, "a layer's 768 inputs are no groups of 512"),
+    ],
+)
+def test_groups_that_a_gpu_takes_of_no_expert_are_refused(stated: dict[str, Any], says: str) -> None:
+    mixture = {**CONFIGS["30b-a3b"], "quantization_config": stated}
+    with pytest.raises(BadConfig, match=says):
+        kept_of(mixture, parts_of(mixture), "int4" if "bits" in stated else "fp8")

@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from manylora.capacity.planning import shapes
 from manylora.capacity.planning.parts import BadConfig, parts_of
-from manylora.capacity.planning.shapes import CannotPlan, Shape, shape_of
+from manylora.capacity.planning.shapes import CONFIGS, CannotPlan, Shape, shape_of
+from manylora_shared.composition import RANKS_AT_ONCE
+from manylora_worker.config import WorkerConfig
+from manylora_worker.models.build import _check_block
+from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.layers.packed_linear import PackedLinear
 from manylora_worker.models.loader import LoadedModel, load_model
+from manylora_worker.models.quantized.int4 import Int4Linear
 from manylora_worker.models.quantized.linear import QuantizedLinear
+from manylora_worker.models.quantized.stacks import QuantizedStack
+from manylora_worker.models.ranks.cuts import SHARED_FAMILIES
+from manylora_worker.models.torch import decoder
+from manylora_worker.models.torch.kv_scales import with_fp8_kv
+from safetensors.torch import load_file, save_file
 
-from tests.numerics.families import make_model
+from tests.numerics.families import UNLIKE, make_model
+from tests.numerics.published import PUBLISHED_HYBRIDS
+from tests.numerics.quantizing import ship
 
 DENSE = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "ministral"),
     *("smollm3", "exaone4", "seed_oss"),
 )
 MIXTURES = ("qwen3_moe", "gpt_oss")
-HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text")
+HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 GEMMA4 = ("gemma4_text", "gemma4_wide")
-WITHOUT_KERNELS = ("olmo2", "olmo3", "ministral3", "glm4_moe", "qwen3_next", "gemma4_moe")
+NEW = sorted({"gemma4_moe_wide", "ministral3"} & (SHARED_FAMILIES | UNLIKE.keys()))  # where kernels have them
+WITHOUT_KERNELS = ("olmo2", "olmo3", "glm4_moe")
 
 
-def shape(folder: Path, quantization: str = "none") -> Shape:
-    return shape_of(json.loads((folder / "config.json").read_text()), "tiny", quantization)
+def shape(folder: Path, quantization: str = "none", ranks: int = 1) -> Shape:
+    return shape_of(json.loads((folder / "config.json").read_text()), "tiny", quantization, ranks)
 
 
 def made(family: str, folder: Path, quantization: str = "none") -> LoadedModel:
@@ -36,9 +51,19 @@ def made(family: str, folder: Path, quantization: str = "none") -> LoadedModel:
 
 def weight_bytes(loaded: LoadedModel) -> int:
     """As models/build.py counts them, and the biases that quantized layers have of their own."""
-    kept = [each for each in loaded.model.modules() if isinstance(each, PackedLinear | QuantizedLinear)]
-    biases = sum(0 if each.bias is None else each.bias.nbytes for each in kept)
-    return sum(p.nbytes for p in loaded.model.parameters()) + sum(each.weight_bytes for each in kept) + biases
+    kinds = PackedLinear | QuantizedLinear | QuantizedStack
+    kept = [each for each in loaded.model.modules() if isinstance(each, kinds)]
+    biases = sum(each.bias.nbytes for each in kept if getattr(each, "bias", None) is not None)
+    # on a GPU 4 bits have scales of its kernels, too, and once more what their zeros are
+    four = [each.weight for each in kept if isinstance(each, Int4Linear)]
+    kernels = sum(each.codes.nbytes // 8 + (0 if each.shifts is None else each.shifts.nbytes) for each in four)
+    return sum(p.nbytes for p in loaded.model.parameters()) + sum(each.weight_bytes for each in kept) + biases + kernels
+
+
+def has_kernels(loaded: LoadedModel) -> bool:
+    """Whether a GPU runs it by ours."""
+    weights = decoder.read_decoder(loaded)  # type: ignore[attr-defined]
+    return weights is not None and weights.has_kernels
 
 
 def adapter_bytes(loaded: LoadedModel) -> int:
@@ -48,7 +73,7 @@ def adapter_bytes(loaded: LoadedModel) -> int:
     return 2 * sum(site.in_features + slot.stop - slot.start for site in own for slot in site.slots)
 
 
-@pytest.mark.parametrize("family", [*DENSE, *MIXTURES, *HYBRIDS, *GEMMA4])
+@pytest.mark.parametrize("family", [*DENSE, *MIXTURES, *HYBRIDS, *GEMMA4, "gemma4_moe", "ministral3"])
 def test_a_plan_has_the_memory_that_a_worker_takes(family: str, tmp_path: Path) -> None:
     loaded, found = made(family, tmp_path), shape(tmp_path)
     kv = loaded.spec.kv
@@ -61,17 +86,84 @@ def test_a_plan_has_the_memory_that_a_worker_takes(family: str, tmp_path: Path) 
     assert (found.experts, found.top_k) == next(((e.experts, e.top_k) for e in experts), (0, 0))
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen3_5_text", "qwen3_next", "gemma4_text"])
+@pytest.mark.parametrize("max_rank", [4, 64])
+def test_blocks_of_kv_in_fp8_are_those_that_a_worker_takes(family: str, max_rank: int, tmp_path: Path) -> None:
+    loaded = with_fp8_kv(made(family, tmp_path))
+    found = replace(shape(tmp_path), kv_element_bytes=1).block_tokens(max_rank)
+    token_bytes = loaded.spec.kv.token_bytes(torch.bfloat16)
+
+    def check(block_size: int) -> None:
+        config = WorkerConfig(model="tiny", adapter_store="", block_size=block_size, max_lora_rank=max_rank)
+        _check_block(loaded, config, token_bytes * block_size)
+
+    check(found)
+    assert RANKS_AT_ONCE == shapes.RANKS_AT_ONCE
+    if found > 16:
+        with pytest.raises(ModelRefused, match=f"set --block-size {found}$"):
+            check(found // 2)
+    assert shape(tmp_path).block_tokens(max_rank) == 16, "of bf16 any will do"
+
+
+@pytest.mark.parametrize("family", [*DENSE, *MIXTURES, *HYBRIDS, *GEMMA4, *NEW])
+def test_what_is_planned_runs_by_kernels(family: str, tmp_path: Path) -> None:
+    assert has_kernels(made(family, tmp_path))
+
+
 @pytest.mark.parametrize("family", WITHOUT_KERNELS)
 def test_a_model_that_runs_without_kernels_is_refused_by_name(family: str, tmp_path: Path) -> None:
-    make_model(family, tmp_path)
+    assert not has_kernels(made(family, tmp_path))
     with pytest.raises(CannotPlan, match=r"tiny: \w+: .*: not planned for"):
         shape(tmp_path)
 
 
-@pytest.mark.parametrize("family", ["llama", "seed_oss", "qwen3_5_text", "gemma4_text"])
+@pytest.mark.parametrize(
+    "family", ["llama", "seed_oss", "qwen3_5_text", "gemma4_text", "gemma4_moe", *MIXTURES, *HYBRIDS[1:]]
+)
 def test_weights_in_fp8_take_what_a_worker_keeps(family: str, tmp_path: Path) -> None:
     loaded = made(family, tmp_path, "fp8")
     assert shape(tmp_path, "fp8").weight_bytes == weight_bytes(loaded)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "quantization"),
+    [
+        ("qwen3_moe_wide", "fp8", "fp8"),
+        ("qwen3_moe_wide", "fp8-channel", "fp8"),
+        ("qwen3_moe_wide", "awq-64", "int4"),
+        ("qwen3_moe_wide", "packed-channel", "int4"),
+        ("qwen3_moe_wide", "awq-64", "none"),
+        ("qwen3_next_wide", "fp8", "fp8"),
+        ("qwen3_5_moe_wide", "fp8", "fp8"),
+    ],
+)
+def test_experts_that_are_shipped_in_codes_take_what_a_worker_keeps(
+    family: str, name: str, quantization: str, tmp_path: Path
+) -> None:
+    """What a checkpoint leaves as it is stays so, and what is one product with it."""
+    make_model(family, tmp_path / "plain")
+    left = ["in_proj_a", "in_proj_b", "in_proj_ba", "shared_expert_gate", "experts.3.up_proj", "mlp.gate"]
+    ship(tmp_path / "plain", tmp_path / "shipped", name, ("_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"))
+    config = tmp_path / "shipped" / "config.json"
+    told = json.loads(config.read_text())
+    if "next" in family or "3_5" in family:
+        told["quantization_config"]["modules_to_not_convert"] = left
+        weights = tmp_path / "shipped" / "model.safetensors"
+        save_file(with_plain(weights, tmp_path / "plain" / "model.safetensors"), weights, metadata={"format": "pt"})
+    config.write_text(json.dumps(told))
+    loaded = load_model(str(tmp_path / "shipped"), dtype=torch.bfloat16, quantization=quantization)  # type: ignore[arg-type]
+    found = shape(tmp_path / "shipped", quantization)
+    assert found.weight_bytes == weight_bytes(loaded)
+    stacks = [each for each in loaded.model.modules() if isinstance(each, QuantizedStack)]
+    assert (found.expert_bytes < shape(tmp_path / "shipped").expert_bytes) == bool(stacks)
+
+
+def with_plain(shipped: Path, plain: Path) -> dict[str, torch.Tensor]:
+    """An expert's layer as it was."""
+    of_each = (load_file(shipped), load_file(plain))
+    first, second = ({name: each for name, each in found.items() if ".3.up_proj" in name} for found in of_each)
+    assert second
+    return {name: each for name, each in of_each[0].items() if name not in first} | second
 
 
 TIED = {
@@ -98,6 +190,23 @@ def test_a_text_part_is_tied_where_the_whole_model_alone_says_so() -> None:
     assert untied - tied == 2 * 64 * 131
     own = TIED["text_config"] | {"tie_word_embeddings": False}  # type: ignore[operator]
     assert shape_of(TIED | {"tie_word_embeddings": True, "text_config": own}, "qwen").weight_bytes == untied
+
+
+def test_a_mixture_without_dense_layers_needs_no_width_of_them() -> None:
+    """As Qwen3.5's are published."""
+    told = {**PUBLISHED_HYBRIDS["qwen3.5-moe"]["text_config"], "linear_num_value_heads": 8}
+    assert "intermediate_size" not in told
+    assert parts_of(told).expert_elements == 4 * 8 * 3 * 64 * 40
+
+
+def test_qwen3_next_is_as_large_as_its_name() -> None:
+    """80B, of which a token goes through 3B; FP8 and two GPUs each halve it, nearly."""
+    config = CONFIGS["80b-a3b"]
+    found, fp8 = shape_of(config, "80b-a3b"), shape_of(config, "80b-a3b", "fp8")
+    assert found.weight_bytes == pytest.approx(2 * 79.7e9, rel=0.01)
+    assert found.row_elements == pytest.approx(3.6e9, rel=0.05)
+    assert fp8.weight_bytes == pytest.approx(found.weight_bytes / 2, rel=0.02)
+    assert shape_of(config, "80b-a3b", "fp8", ranks=2).weight_bytes == pytest.approx(fp8.weight_bytes / 2, rel=0.02)
 
 
 def test_every_fourth_layer_attends_where_layers_are_not_named() -> None:

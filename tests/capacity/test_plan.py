@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 from manylora.capacity.files import packaged_curves, read_mix
-from manylora.capacity.planning.curve import find_curve, with_fp8_kv
+from manylora.capacity.planning.curve import Curve, find_curve, with_fp8_kv, with_quantization
 from manylora.capacity.planning.plan import Plan, Wanted, document_of, plan
 from manylora.capacity.planning.play import play
-from manylora.capacity.planning.shapes import GPUS, SHAPES, CannotPlan
+from manylora.capacity.planning.shapes import CONFIGS, GPUS, SHAPES, CannotPlan, shape_of
+from manylora.capacity.planning.sums import with_ranks
 from manylora.capacity.planning.traffic import Request, Traffic, traffic_of_mix
 from manylora.capacity.view import shown
 
@@ -149,3 +150,51 @@ def test_a_few_high_ranks_are_told_to_cost_all() -> None:
     assert act
     assert "up to 64" in says
     assert not rules(made(60))["rank-waste"][0]
+
+
+def of_70b(gpu: str, ranks: int) -> Curve:
+    packaged = packaged_curves()
+    whole = find_curve(packaged, GPUS[gpu], SHAPES["llama-70b"])
+    return with_ranks(whole, shape_of(CONFIGS["llama-70b"], "llama-70b", ranks=ranks), packaged)
+
+
+def test_a_model_over_several_gpus_is_planned_by_what_one_of_them_has() -> None:
+    found = plan(traffic(), of_70b("H200", 2), Wanted(gpu_hour=2.0, slots=32, host_gib=32.0))
+    document = document_of(found)
+    assert (document["gpus_a_worker"], document["cost"]["hour"]) == (2, 4.0 * found.workers)
+    assert document["weights_gib"] == pytest.approx(66.7, abs=0.1), "half of it, and all of the embeddings"
+    assert found.settings.host_bytes == 16 << 30
+    assert "--tensor-parallel 2" in document["worker_flags"]
+    assert "merge" not in {rule["rule"] for rule in document["rules"]}, "shared layers are not merged"
+    assert "each 2 H200 with llama-70b" in shown(document)
+
+
+def test_a_model_that_does_not_fit_is_told_to_be_shared() -> None:
+    with pytest.raises(CannotPlan, match="one H100 has 79: --tensor-parallel 2 shares them among more"):
+        plan(traffic(), find_curve(packaged_curves(), GPUS["H100"], SHAPES["llama-70b"]), Wanted())
+    with pytest.raises(CannotPlan, match=r"each of 2 H100 has 79: --tensor-parallel 4 shares"):
+        plan(
+            traffic(), replace(of_70b("H100", 2), shape=replace(CURVE.shape, ranks=2, weight_bytes=90 << 30)), Wanted()
+        )
+
+
+def test_what_is_quantized_at_the_start_must_fit_before_it_is() -> None:
+    """A worker has unquantized weights on the device first."""
+    shape = shape_of(CONFIGS["llama-70b"], "llama-70b", "fp8")
+    curve = with_quantization(
+        find_curve(packaged_curves(), GPUS["H100"], SHAPES["llama-70b"]), shape, packaged_curves()
+    )
+    assert shape.weight_bytes < 70 << 30
+    with pytest.raises(
+        CannotPlan, match="before they are quantized its weights take 131 GiB on the device, and one H100"
+    ):
+        plan(traffic(), curve, Wanted())
+
+
+def test_blocks_of_kv_in_fp8_are_told_where_a_worker_wants_larger_ones() -> None:
+    def flags(shape: str) -> str:
+        curve = with_fp8_kv(find_curve(packaged_curves(), GPUS["H100"], SHAPES[shape]))
+        return str(document_of(plan(traffic(5), curve, Wanted(slots=32)))["worker_flags"])
+
+    assert "--kv-cache-dtype fp8 --block-size 32" in flags("qwen3.5-9b")
+    assert "--block-size" not in flags("llama-3.1-8b")

@@ -49,6 +49,17 @@ def test_a_mix_is_planned_as_text_and_as_a_document(mix: str) -> None:
     assert "--kv-cache-dtype fp8" in json.loads(text)["worker_flags"]
 
 
+def test_a_model_is_planned_over_several_gpus(mix: str) -> None:
+    more = ("--tensor-parallel", "2", "--quantization", "fp8", "--kv-cache-dtype", "fp8", "--gpu-hour", "2")
+    code, text, _ = run("--tenants", mix, "--model", "30b-a3b", "--gpu", "H100", "--json", *more)
+    document = json.loads(text)
+    assert (code, document["gpus_a_worker"], document["cost"]["hour"]) == (0, 2, 4 * document["workers"])
+    for flag in ("--tensor-parallel 2", "--quantization fp8", "--kv-cache-dtype fp8"):
+        assert flag in document["worker_flags"]
+    code, _, error = run("--tenants", mix, *GPU, "--tensor-parallel", "3")
+    assert (code, "does not divide num_attention_heads 32" in " ".join(error.split())) == (2, True)
+
+
 def test_a_ledger_is_planned_from_sqlite_and_from_json(tmp_path: Path) -> None:
     rows = [
         UsageRow(

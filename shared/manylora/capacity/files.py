@@ -11,8 +11,9 @@ from typing import Any
 
 import yaml
 
-from manylora.capacity.planning.curve import Curve, curve_of
-from manylora.capacity.planning.shapes import CONFIGS, CannotPlan, Shape, shape_of
+from manylora.capacity.planning.curve import Curve, curve_of, find_curve, with_fp8_kv, with_quantization
+from manylora.capacity.planning.shapes import CONFIGS, CannotPlan, Shape, gpu_of, shape_of
+from manylora.capacity.planning.sums import with_ranks
 from manylora.load.planning.arrivals import TraceRow
 from manylora.load.planning.fields import BadMix
 from manylora.load.planning.mix import Mix, mix_of
@@ -44,10 +45,10 @@ def read_curve(file: Path) -> Curve:
         raise CannotPlan(f"{file}: is no curve: {type(error).__name__}: {error}") from None
 
 
-def read_shape(name: str, quantization: str = "none") -> Shape:
+def read_shape(name: str, quantization: str = "none", ranks: int = 1) -> Shape:
     """A known shape's, or a folder's with a config.json. Raises CannotPlan."""
     if name in CONFIGS:
-        return shape_of(CONFIGS[name], name, quantization)
+        return shape_of(CONFIGS[name], name, quantization, ranks)
     config = Path(name) / "config.json"
     try:
         document = json.loads(config.read_text(encoding="utf-8"))
@@ -58,7 +59,22 @@ def read_shape(name: str, quantization: str = "none") -> Shape:
         raise CannotPlan(f"{config}: must be an object")
     if quantization == "int4" and not document.get("quantization_config"):
         raise CannotPlan(f"{config}: --quantization int4 keeps what a checkpoint ships; this model is not quantized")
-    return shape_of(document, Path(name).name, quantization)
+    return shape_of(document, Path(name).name, quantization, ranks)
+
+
+def read_steps(
+    model: str, gpu: str, file: Path | None, quantization: str = "none", *, ranks: int = 1, fp8_kv: bool = False
+) -> Curve:
+    """Of a model on that GPU, or by a curve of one's own. Raises CannotPlan."""
+    shape, packaged = read_shape(model), packaged_curves()
+    steps = find_curve(packaged, gpu_of(gpu), shape) if file is None else read_curve(file)
+    if steps.shape != shape:
+        raise CannotPlan(f"{file}: is of {steps.shape.name}, not of {shape.name}")
+    if quantization != "none":
+        steps = with_quantization(steps, read_shape(model, quantization), packaged)
+    if ranks > 1:
+        steps = with_ranks(steps, read_shape(model, quantization, ranks), packaged)
+    return with_fp8_kv(steps) if fp8_kv else steps
 
 
 def read_mix(text: str, name: str) -> Mix:

@@ -16,8 +16,11 @@ def shown(document: Mapping[str, Any]) -> str:
 
 def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     traffic, arena, expected = (document[name] for name in ("traffic", "arena", "expected"))
-    workers, cost = document["workers"], document["cost"]
-    yield f"{workers} worker{'s' * (workers != 1)}, each a {document['gpu']} with {document['model']}"
+    workers, cost, gpus = document["workers"], document["cost"], document["gpus_a_worker"]
+    each = f"a {document['gpu']}" if gpus == 1 else f"{gpus} {document['gpu']}"
+    yield f"{workers} worker{'s' * (workers != 1)}, each {each} with {document['model']}"
+    if gpus > 1:
+        yield "            memory is that of one of a worker's GPUs"
     if not document["keeps_objectives"]:
         yield "  TOO FEW   with the spare traffic they do not keep the objectives"
     yield f"  steps     {document['curve']['origin']}"

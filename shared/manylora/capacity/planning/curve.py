@@ -29,6 +29,7 @@ _OLD_NAMES = {
     "vocab": "vocab_size",
     "is_tied": "tie_word_embeddings",
 }
+_BY_KIND = ("quantized", "of_two")
 _KERNEL_TERMS = ("adapter_ms", "max_rank_ms")  # of each layer's launches, whatever they read
 
 
@@ -58,10 +59,12 @@ class Curve:
     is_ahead: bool = True
     # by `--quantization`, rows and milliseconds of a step beyond those of bf16, less what fewer bytes save
     quantized: Mapping[str, Sequence[tuple[int, float]]] = dataclasses.field(default_factory=dict)
+    # by how two ranks sum, rows and milliseconds of their step
+    of_two: Mapping[str, Sequence[tuple[int, float]]] = dataclasses.field(default_factory=dict)
 
     def base_ms(self, rows: int) -> float:
         """A step of prompts alone reads the weights, too: it counts as one of a row."""
-        return _between(self.points, rows)
+        return between(self.points, rows)
 
     def step_ms(
         self,
@@ -89,7 +92,7 @@ class Curve:
         return shape.expert_bytes * share / self.gpu.read_tb_s / 1e9
 
 
-def _between(points: Sequence[tuple[int, float]], rows: int) -> float:
+def between(points: Sequence[tuple[int, float]], rows: float) -> float:
     if rows <= points[0][0]:
         return points[0][1]
     at = min(bisect.bisect_left(points, (rows, 0.0)), len(points) - 1)
@@ -104,8 +107,9 @@ def curve_of(document: Mapping[str, Any]) -> Curve:
     gpu = Gpu(**gpu) if isinstance(gpu, dict) else GPUS[gpu]
     shape = _told_shape(shape) if isinstance(shape, dict) else SHAPES[shape]
     points = _points(values.pop("points"))
-    quantized = {kind: _points(own) for kind, own in values.pop("quantized", {}).items()}
-    return _fine(Curve(gpu=gpu, shape=shape, points=points, quantized=quantized, **values))
+    for name in _BY_KIND:
+        values[name] = {kind: _points(own) for kind, own in values.get(name, {}).items()}
+    return _fine(Curve(gpu=gpu, shape=shape, points=points, **values))
 
 
 def _told_shape(told: Mapping[str, Any]) -> Shape:
@@ -129,7 +133,7 @@ def _fine(curve: Curve) -> Curve:
     rows_of = sorted({rows for rows, _ in curve.points} | {rows for rows in _FINE if rows <= 4 * last})
     return replace(
         curve,
-        points=[(n, floor_ms(curve.gpu, shape, n, curve.context) + _between(beyond, n)) for n in rows_of],
+        points=[(n, floor_ms(curve.gpu, shape, n, curve.context) + between(beyond, n)) for n in rows_of],
     )
 
 
@@ -156,12 +160,15 @@ def floor_ms(gpu: Gpu, shape: Shape, rows: int, context: int) -> float:
 
 
 def scaled(curve: Curve, gpu: Gpu, shape: Shape) -> Curve:
-    """By a roofline: what the step of the measured pair takes beyond its floor, by layers, and the new pair's floor."""
+    """By a roofline: the new pair's floor, and what the step of the measured pair takes beyond its own. Of that what
+    one row takes counts by layers, for it is of launches, and what more rows take by multiplications.
+    """
     layers = shape.layers / curve.shape.layers
+    launches = curve.points[0][1] - floor_ms(curve.gpu, curve.shape, curve.points[0][0], curve.context)
 
     def point(rows: int, ms: float) -> tuple[int, float]:
-        beyond = ms - floor_ms(curve.gpu, curve.shape, rows, curve.context)
-        return rows, floor_ms(gpu, shape, rows, curve.context) + beyond * layers
+        beyond = ms - floor_ms(curve.gpu, curve.shape, rows, curve.context) - launches
+        return rows, floor_ms(gpu, shape, rows, curve.context) + launches * layers + beyond * multiplied
 
     read = curve.gpu.read_tb_s / gpu.read_tb_s
     multiplied = shape.row_elements / curve.shape.row_elements * curve.gpu.matrix_tflops / gpu.matrix_tflops
@@ -180,13 +187,14 @@ def scaled(curve: Curve, gpu: Gpu, shape: Shape) -> Curve:
         is_measured=False,
         origin=f"estimated: scaled by bytes and multiplications from {curve.shape.name} on {curve.gpu.name}",
         quantized={},
+        of_two={},
     )
     return _fine(estimate)
 
 
 def with_quantization(curve: Curve, shape: Shape, curves: Sequence[Curve]) -> Curve:
     """shape: the curve's, with quantized weights. By the bytes that it reads less, and what unpacking them took on the
-    measured pair, by multiplications. Raises CannotPlan.
+    measured pair, by multiplications; of experts by those of each that is reached. Raises CannotPlan.
     """
     kind, gpu = shape.quantization, curve.gpu
     if (kind == "fp8" and not gpu.has_fp8) or (kind in ("int4", "nf4") and not gpu.is_hopper):
@@ -198,16 +206,18 @@ def with_quantization(curve: Curve, shape: Shape, curves: Sequence[Curve]) -> Cu
         raise CannotPlan(f"--quantization {kind}: was not measured")
     source = max(measured, key=lambda c: (c.gpu.name == gpu.name and c.shape == curve.shape, c.gpu.name == gpu.name))
     is_own = source.gpu.name == gpu.name and source.shape == curve.shape
-    multiplied = curve.shape.row_elements / source.shape.row_elements * source.gpu.matrix_tflops / gpu.matrix_tflops
-    more = [(rows, ms * multiplied) for rows, ms in source.quantized[kind]]
+    tflops = source.gpu.matrix_tflops / gpu.matrix_tflops
+    more = source.quantized[kind]
 
     def point(rows: int, ms: float) -> tuple[int, float]:
         saved = floor_ms(gpu, curve.shape, rows, curve.context) - floor_ms(gpu, shape, rows, curve.context)
-        return rows, ms - saved + _between(more, rows)
+        unpacked = sum(between(more, each) * elements for each, elements in curve.shape.multiplied(rows))
+        return rows, ms - saved + unpacked / source.shape.row_elements * tflops
 
     # Beyond the rows that are multiplied with codes a weight is rebuilt, and a prompt's tokens are such rows.
     (first, low), (last, high) = more[-2], more[-1]
-    token_ms = max(0.0, (high - low) / (last - first))
+    row_elements = curve.shape.row_elements / source.shape.row_elements
+    token_ms = max(0.0, (high - low) / (last - first)) * row_elements * tflops
     how = "measured, with prompts estimated" if is_own else f"estimated from {source.shape.name} on {source.gpu.name}"
     return replace(
         curve,

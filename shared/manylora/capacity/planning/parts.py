@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,32 +12,61 @@ class BadConfig(ValueError):
     """The message says which field is wrong, or what is not planned for."""
 
 
+class Cut(enum.Enum):
+    """What of a layer is divided among the ranks of a worker."""
+
+    NONE = enum.auto()
+    OUTPUTS = enum.auto()
+    INPUTS = enum.auto()  # their outputs are summed
+
+
 @dataclass(frozen=True)
 class Product:
-    """A linear layer: adapters stand on it, and `--quantization` changes it."""
+    """A linear layer: adapters stand on it, and `--quantization` changes it. Those of one site read the same, and are
+    one product at a worker. Of experts: as many as `count` have one such stack of `members`, at the path of all.
+    """
 
     inputs: int
     outputs: int
     is_biased: bool = False
+    path: str = ""
+    site: str = ""
+    cut: Cut = Cut.NONE
+    count: int = 1
+    members: tuple[str, ...] = ()
+
+    @property
+    def elements(self) -> int:
+        return self.count * self.inputs * self.outputs
 
 
 @dataclass
 class Parts:
-    # Of elements: `others` are read whole by each step (norms, routers, convolutions), `tables` by row, `experts` by
-    # those that rows go to. `state` is of a sequence, in 32-bit floats.
+    # Of elements: `others` are read whole by each step (norms, routers), `cut_others`, too, but ranks have a share of
+    # each (convolutions); `tables` are read by row, `experts` by those that rows go to. `state` is of a sequence, in
+    # 32-bit floats. `counts` are what N ranks have to divide, `widths` into multiples of 8.
 
+    kind: str
     layers: int
     hidden: int
     vocab: int
     is_tied: bool
     products: list[Product] = field(default_factory=list)
     others: int = 0
+    cut_others: int = 0
     tables: int = 0
     token_kv: int = 0
     state: int = 0
-    experts: int = 0
+    experts: list[Product] = field(default_factory=list)  # of a layer one for gates and ups, and one behind it
     num_experts: int = 0  # of a layer
     top_k: int = 0
+    sums: int = 0  # over ranks, by a step
+    counts: dict[tuple[str, int], None] = field(default_factory=dict)
+    widths: dict[tuple[str, int], None] = field(default_factory=dict)
+
+    @property
+    def expert_elements(self) -> int:
+        return sum(each.elements for each in self.experts)
 
 
 @dataclass(frozen=True)
@@ -57,13 +87,16 @@ class _Family:
 _PLAIN = _Family()
 _GEMMA = _Family(is_tied=True, head_dim=256)
 _QWEN35 = _Family(norms_heads=True, head_dim=256, is_gated=True)
+_QWEN35_MOE = _Family(norms_heads=True, head_dim=256, is_gated=True, has_experts=True)
 _GEMMA4 = "gemma4_text"
-_GPT_OSS = "gpt_oss"
+GPT_OSS = "gpt_oss"
+_QWEN3_NEXT = "qwen3_next"
 _FAMILIES: Mapping[str, _Family] = {
     **dict.fromkeys(("llama", "mistral", "ministral", "granite"), _PLAIN),
     "qwen2": _Family(is_biased=True, biases_output=False),
     "seed_oss": _Family(is_biased=True, biases_output=False, head_dim=128),
     "qwen3": _Family(norms_heads=True, head_dim=128),
+    "ministral3": _Family(head_dim=128),
     "smollm3": _Family(is_tied=True),
     "exaone4": _Family(norms_heads=True),
     "phi3": _Family(is_fused=True),
@@ -72,22 +105,24 @@ _FAMILIES: Mapping[str, _Family] = {
     "gemma3_text": _Family(norms=4, norms_heads=True, is_tied=True, head_dim=256),
     _GEMMA4: _Family(norms=4, norms_heads=True, is_tied=True, head_dim=256),
     "qwen3_moe": _Family(norms_heads=True, has_experts=True),
-    _GPT_OSS: _Family(is_biased=True, head_dim=64, has_experts=True),
+    GPT_OSS: _Family(is_biased=True, head_dim=64, has_experts=True),
     "qwen3_5_text": _QWEN35,
-    "qwen3_5_moe_text": _Family(norms_heads=True, head_dim=256, is_gated=True, has_experts=True),
+    "qwen3_5_moe_text": _QWEN35_MOE,
+    _QWEN3_NEXT: _QWEN35_MOE,
 }
 # of a family that is not among them: what its layers have that a dense model's have not
 _UNLIKE = {
     "num_experts": "a mixture of experts",
     "num_local_experts": "a mixture of experts",
     "n_routed_experts": "a mixture of experts",
-    "enable_moe_block": "a mixture of experts",
     "linear_num_value_heads": "gated delta nets",
     "global_head_dim": "heads that differ from layer to layer",
     "per_layer_config": "layers that differ",
 }
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _SLIDING = "sliding_attention"
+_KERNELS_OUTPUTS = 8  # of a delta net's layer, at whose multiples each begins
+_DELTA_NET = "linear_attn"
 
 
 def parts_of(config: Mapping[str, Any]) -> Parts:
@@ -97,10 +132,11 @@ def parts_of(config: Mapping[str, Any]) -> Parts:
         raise BadConfig(f"text_config: must be an object, not {text!r}")
     kind = text.get("model_type", "llama")
     family = _FAMILIES.get(kind)
-    if family is None or text.get("enable_moe_block"):
+    if family is None:
         reason = next((reason for key, reason in _UNLIKE.items() if text.get(key)), "runs without our kernels on a GPU")
         raise BadConfig(f"{kind}: {reason}: not planned for")
-    return _Reader(text, kind, family, _is_tied(config, text, family)).parts()
+    root = "model" if text is config else "model.language_model"
+    return _Reader(text, kind, family, _is_tied(config, text, family), root).parts()
 
 
 def _is_tied(config: Mapping[str, Any], text: Mapping[str, Any], family: _Family) -> bool:
@@ -109,24 +145,40 @@ def _is_tied(config: Mapping[str, Any], text: Mapping[str, Any], family: _Family
     return bool(told[0]) if told else family.is_tied
 
 
+def check_kernels(parts: Parts) -> None:
+    """Raises BadConfig where a GPU runs it by torch's operators."""
+    nets = (each for each in parts.products if f".{_DELTA_NET}." in each.path and each.cut is Cut.OUTPUTS)
+    odd = next((each for each in nets if each.outputs % _KERNELS_OUTPUTS), None)
+    if odd is not None:
+        raise BadConfig(
+            f"{odd.path}: {odd.outputs} outputs on a GPU are no multiple of {_KERNELS_OUTPUTS}: it runs without our "
+            "kernels there, which is not planned for"
+        )
+
+
 class _Reader:
-    def __init__(self, text: Mapping[str, Any], kind: str, family: _Family, is_tied: bool) -> None:
+    def __init__(self, text: Mapping[str, Any], kind: str, family: _Family, is_tied: bool, root: str) -> None:
         self._text, self._kind, self._family = text, kind, family
         self._layers = self._number("num_hidden_layers")
         self._hidden = self._number("hidden_size")
-        self._intermediate = self._number("intermediate_size")
         self._heads = self._number("num_attention_heads")
         self._kv_heads = self._number("num_key_value_heads", self._heads)
         self._head_dim = self._number("head_dim", family.head_dim or self._hidden // self._heads)
-        self._found = Parts(self._layers, self._hidden, self._number("vocab_size"), is_tied)
+        self._root, self._block = root, ""
+        self._found = Parts(kind, self._layers, self._hidden, self._number("vocab_size"), is_tied)
 
     def parts(self) -> Parts:
         found = self._found
         found.others += self._hidden  # the last norm
         kinds = self._kinds()
         shared_from = self._layers - self._number("num_kv_shared_layers", 0, least=0)
+        self._count("num_attention_heads", self._heads)
+        if self._text.get("intermediate_size"):
+            self._count("intermediate_size", self._number("intermediate_size"))
         for layer, kind in enumerate(kinds):
+            self._block = f"{self._root}.layers.{layer}"
             found.others += self._family.norms * self._hidden
+            found.sums += 2
             if kind == _LINEAR:
                 self._delta_net()
             elif self._kind == _GEMMA4:
@@ -135,12 +187,15 @@ class _Reader:
                 self._attention(self._kv_heads, self._head_dim)
             if self._has_experts(layer):
                 self._mixture()
-            else:
+            else:  # also beside Gemma 4's experts
                 doubles = self._text.get("use_double_wide_mlp") and layer >= shared_from > 0
-                self._mlp(self._intermediate * (2 if doubles else 1))
+                self._mlp("mlp", self._number("intermediate_size") * (2 if doubles else 1))
+            if self._kind == _GEMMA4 and self._text.get("enable_moe_block"):
+                self._mixture_beside()
         width = self._number("hidden_size_per_layer_input", 0 if self._kind != _GEMMA4 else 256, least=0)
         if width:
             self._layer_inputs(width)
+        check_kernels(found)
         return found
 
     def _kinds(self) -> Sequence[str]:
@@ -166,25 +221,38 @@ class _Reader:
         dense = self._text.get("mlp_only_layers") or ()
         return layer not in dense and (layer + 1) % self._number("decoder_sparse_step", 1) == 0
 
-    def _add(self, inputs: int, outputs: int, is_biased: bool = False) -> None:
-        self._found.products.append(Product(inputs, outputs, is_biased))
+    def _count(self, name: str, count: int) -> None:
+        self._found.counts[name, count] = None
+
+    def _add(self, path: str, inputs: int, outputs: int, cut: Cut = Cut.NONE, *, is_biased: bool = False) -> None:
+        whole = f"{self._block}.{path}"
+        self._found.products.append(Product(inputs, outputs, is_biased, whole, whole, cut))
+
+    def _read(self, module: str, outputs: Mapping[str, int], *, is_biased: bool = False) -> None:
+        # layers of one input, cut by outputs: one product
+        site = f"{self._block}.{module}"
+        for name, count in outputs.items():
+            path = f"{site}.{name}"
+            self._found.products.append(Product(self._hidden, count, is_biased, path, site, Cut.OUTPUTS))
 
     def _attention(self, kv_heads: int, head_dim: int, *, has_keys: bool = True, has_values: bool = True) -> None:
         family, found, hidden = self._family, self._found, self._hidden
         queries, keys = self._heads * head_dim, kv_heads * head_dim
         is_biased = bool(self._text.get("attention_bias", family.is_biased)) or self._kind == "qwen2"
-        own = (keys if has_keys else 0, keys if has_keys and has_values else 0)
+        own = {"k_proj": keys if has_keys else 0, "v_proj": keys if has_keys and has_values else 0}
         if family.is_fused:
-            self._add(hidden, queries + sum(own), is_biased)
+            self._read("self_attn", {"qkv_proj": queries + sum(own.values())}, is_biased=is_biased)
         else:
-            for outputs in (queries * (2 if family.is_gated else 1), *filter(None, own)):
-                self._add(hidden, outputs, is_biased)
+            first = {"q_proj": queries * (2 if family.is_gated else 1)}
+            there = {name: outputs for name, outputs in own.items() if outputs}
+            self._read("self_attn", first | there, is_biased=is_biased)
         output_bias = self._text.get("attention_out_bias", is_biased and family.biases_output)
-        self._add(queries, hidden, bool(output_bias))
+        self._add("self_attn.o_proj", queries, hidden, Cut.INPUTS, is_biased=bool(output_bias))
         found.token_kv += 2 * keys if has_keys else 0
+        self._count("num_key_value_heads", kv_heads)
         if family.norms_heads:
             found.others += head_dim * (2 if has_keys else 1)
-        if self._kind == _GPT_OSS:
+        if self._kind == GPT_OSS:
             found.others += self._heads  # sinks
 
     def _unlike_attention(self, layer: int, kind: str, *, is_shared: bool) -> None:
@@ -201,40 +269,65 @@ class _Reader:
 
     def _delta_net(self) -> None:
         heads, of_values = self._number("linear_num_value_heads"), self._number("linear_value_head_dim")
-        of_keys = self._number("linear_key_head_dim")
-        keys, values = self._number("linear_num_key_heads") * of_keys, heads * of_values
+        key_heads, of_keys = self._number("linear_num_key_heads"), self._number("linear_key_head_dim")
+        keys, values = key_heads * of_keys, heads * of_values
         taps = self._number("linear_conv_kernel_dim", 4)
-        for outputs in (2 * keys + values, values, heads, heads):
-            self._add(self._hidden, outputs)
-        self._add(values, self._hidden)
-        self._found.others += 2 * heads + of_values + taps * (2 * keys + values)
+        inputs = {"in_proj_qkv": 2 * keys + values, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+        if self._kind == _QWEN3_NEXT:
+            inputs = {"in_proj_qkvz": 2 * keys + 2 * values, "in_proj_ba": 2 * heads}
+        self._read(_DELTA_NET, inputs)
+        self._add(f"{_DELTA_NET}.out_proj", values, self._hidden, Cut.INPUTS)
+        self._found.others += of_values
+        self._found.cut_others += 2 * heads + taps * (2 * keys + values)
         self._found.state += heads * of_keys * of_values + (taps - 1) * (2 * keys + values)
+        self._count("linear_num_key_heads", key_heads)
+        self._count("linear_num_value_heads", heads)
 
-    def _mlp(self, width: int) -> None:
+    def _mlp(self, module: str, width: int) -> None:
         is_biased, hidden = bool(self._text.get("mlp_bias")), self._hidden
-        for outputs in (2 * width,) if self._family.is_fused else (width, width):
-            self._add(hidden, outputs, is_biased)
-        self._add(width, hidden, is_biased)
+        outputs = {"gate_up_proj": 2 * width} if self._family.is_fused else {"gate_proj": width, "up_proj": width}
+        self._read(module, outputs, is_biased=is_biased)
+        self._add(f"{module}.down_proj", width, hidden, Cut.INPUTS, is_biased=is_biased)
+
+    def _experts(self, module: str, named: str, *, is_biased: bool = False) -> None:
+        found, hidden, width = self._found, self._hidden, self._number(named)
+        count = found.num_experts = self._number("num_experts", self._text.get("num_local_experts"))
+        path = f"{self._block}.{module}"
+        found.experts += [
+            Product(hidden, 2 * width, is_biased, path, path, Cut.OUTPUTS, count, ("gate_proj", "up_proj")),
+            Product(width, hidden, is_biased, path, path, Cut.INPUTS, count, ("down_proj",)),
+        ]
+        found.widths[named, width] = None
+
+    def _mixture_beside(self) -> None:
+        found, hidden = self._found, self._hidden
+        self._experts("experts", "moe_intermediate_size")
+        found.top_k = self._number("top_k_experts")
+        self._add("router.proj", hidden, found.num_experts)
+        found.others += found.num_experts + 4 * hidden  # the router's scales, and three norms
+        found.sums += 1
 
     def _mixture(self) -> None:
-        found, hidden, is_biased = self._found, self._hidden, self._kind == _GPT_OSS
-        width = self._intermediate if is_biased else self._number("moe_intermediate_size")
-        found.num_experts = self._number("num_experts", self._text.get("num_local_experts"))
+        found, hidden, is_biased = self._found, self._hidden, self._kind == GPT_OSS
+        self._experts("mlp.experts", "intermediate_size" if is_biased else "moe_intermediate_size", is_biased=is_biased)
         found.top_k = self._number("num_experts_per_tok")
-        found.experts += found.num_experts * (3 * hidden * width + (2 * width + hidden if is_biased else 0))
         found.others += found.num_experts * (hidden + (1 if is_biased else 0))
         if self._family.is_gated:
-            self._mlp(self._number("shared_expert_intermediate_size"))
-            self._add(hidden, 1)
+            shared = self._number("shared_expert_intermediate_size")
+            found.widths["shared_expert_intermediate_size", shared] = None
+            self._mlp("mlp.shared_expert", shared)
+            self._add("mlp.shared_expert_gate", hidden, 1)
 
     def _layer_inputs(self, width: int) -> None:
         found, hidden = self._found, self._hidden
         found.tables += self._number("vocab_size_per_layer_input") * width * self._layers
-        self._add(hidden, width * self._layers)
+        self._block = self._root
+        self._add("per_layer_model_projection", hidden, width * self._layers)
         found.others += width + self._layers * hidden
-        for _ in range(self._layers):
-            self._add(hidden, width)
-            self._add(width, hidden)
+        for layer in range(self._layers):
+            self._block = f"{self._root}.layers.{layer}"
+            self._add("per_layer_input_gate", hidden, width)
+            self._add("per_layer_projection", width, hidden)
 
     def _number(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         value = self._text.get(key)

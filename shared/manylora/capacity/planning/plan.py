@@ -10,7 +10,7 @@ from typing import Any
 from manylora.capacity.planning.curve import Curve
 from manylora.capacity.planning.play import Outcome, play, play_unless_late
 from manylora.capacity.planning.rules import Rule, rules_of
-from manylora.capacity.planning.shapes import BLOCK_TOKENS, GIB, CannotPlan
+from manylora.capacity.planning.shapes import BLOCK_TOKENS, GIB, RANKS_AT_ONCE, CannotPlan
 from manylora.capacity.planning.traffic import Traffic
 from manylora.capacity.planning.worker import WorkerSettings
 
@@ -67,8 +67,18 @@ class Plan:
 
     def million(self, tokens_per_s: float) -> float | None:
         """What a million tokens cost."""
+        return None if self.hour is None else self.hour / 3600 / tokens_per_s * 1e6
+
+    @property
+    def hour(self) -> float | None:
+        """What all GPUs cost."""
         price = self.wanted.gpu_hour
-        return None if price is None else price * self.workers / 3600 / tokens_per_s * 1e6
+        return None if price is None else price * self.workers * self.curve.shape.ranks
+
+    @property
+    def host_bytes(self) -> int:
+        """Of a rank, for its share of adapters."""
+        return _host_bytes(self.curve, self.wanted)
 
     @property
     def adapters_resident(self) -> int:
@@ -129,12 +139,24 @@ def arena_bytes(curve: Curve) -> int:
     """What a device has left for KV and adapters. Raises CannotPlan."""
     gpu, shape = curve.gpu, curve.shape
     left = int((gpu.memory_gib * (1 - _MARGIN) - _STEP_GIB) * GIB) - shape.weight_bytes
+    where = f"one {gpu.name} has" if shape.ranks == 1 else f"each of {shape.ranks} {gpu.name} has"
     if left < GIB // 2:
         raise CannotPlan(
-            f"{shape.name}: its weights take {shape.weight_bytes / GIB:.0f} GiB, and one {gpu.name} has "
-            f"{gpu.memory_gib:.0f}; a model over several GPUs is not planned for"
+            f"{shape.name}: its weights take {shape.weight_bytes / GIB:.0f} GiB, and {where} {gpu.memory_gib:.0f}: "
+            f"--tensor-parallel {2 * shape.ranks} shares them among more"
+        )
+    if shape.load_bytes > gpu.memory_gib * GIB:
+        experts = ", and experts that a checkpoint ships quantized come so" if shape.experts else ""
+        raise CannotPlan(
+            f"{shape.name}: --quantization {shape.quantization}: before they are quantized its weights take "
+            f"{shape.load_bytes / GIB:.0f} GiB on the device, and {where} {gpu.memory_gib:.0f}: --tensor-parallel "
+            f"{2 * shape.ranks} shares them among more{experts}"
         )
     return left
+
+
+def _host_bytes(curve: Curve, wanted: Wanted) -> int:
+    return int(wanted.host_gib * GIB) // curve.shape.ranks
 
 
 def _load(traffic: Traffic, curve: Curve) -> float:
@@ -163,7 +185,7 @@ def _settings(curve: Curve, slots: int, arena: int, adapter_bytes: int, wanted: 
         slots=slots,
         kv_tokens=(arena - adapter_bytes) // curve.shape.kv_token_bytes // BLOCK_TOKENS * BLOCK_TOKENS,
         adapter_bytes=adapter_bytes,
-        host_bytes=int(wanted.host_gib * GIB),
+        host_bytes=_host_bytes(curve, wanted),
     )
 
 
@@ -246,6 +268,7 @@ def document_of(plan: Plan) -> dict[str, Any]:
             "output_tokens_per_s": round(traffic.output_tokens_per_s, 1),
         },
         "workers": plan.workers,
+        "gpus_a_worker": curve.shape.ranks,
         "keeps_objectives": plan.holds,
         "sequence_slots": settings.slots,
         "arena": {
@@ -270,7 +293,7 @@ def document_of(plan: Plan) -> dict[str, Any]:
         "tenants": {tenant: quantiles(tenant) for tenant in shown},
         "cost": {
             "gpu_hour": plan.wanted.gpu_hour,
-            "hour": None if plan.wanted.gpu_hour is None else round(plan.wanted.gpu_hour * plan.workers, 4),
+            "hour": _rounded(plan.hour),
             "million_output_tokens": _rounded(plan.million(plan.tokens_per_s)),
             "million_tokens": _rounded(plan.million(total)),
         },
@@ -287,7 +310,7 @@ def _host_mib(plan: Plan) -> int:
     """What all adapters take, as far as the host has room."""
     listed = {**plan.traffic.listed, **plan.traffic.ranks}
     all_bytes = sum(listed.values()) * plan.curve.shape.rank_bytes
-    return max(1, min(int(plan.wanted.host_gib * GIB), int(1.05 * all_bytes)) // _MIB)
+    return max(1, min(plan.host_bytes, int(1.05 * all_bytes)) // _MIB)
 
 
 def flags_of(plan: Plan) -> str:
@@ -296,8 +319,13 @@ def flags_of(plan: Plan) -> str:
     parts = [f"--sequence-slots {plan.settings.slots}"]
     if plan.curve.shape.quantization != "none":
         parts.append(f"--quantization {plan.curve.shape.quantization}")
+    if plan.curve.shape.ranks > 1:
+        parts.append(f"--tensor-parallel {plan.curve.shape.ranks}")
     if plan.curve.shape.kv_element_bytes == 1:
         parts.append("--kv-cache-dtype fp8")
+    block_tokens = plan.curve.shape.block_tokens(max(ranks, default=RANKS_AT_ONCE))
+    if block_tokens != BLOCK_TOKENS:
+        parts.append(f"--block-size {block_tokens}")
     if ranks:
         parts += [
             f"--device-adapter-mb {max(1, plan.settings.adapter_bytes // _MIB)}",

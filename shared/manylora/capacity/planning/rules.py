@@ -40,9 +40,11 @@ def rules_of(
     """outcome: of `played_workers`, over `played_s` of the traffic."""
     rules = [_kv(settings, outcome)]
     if traffic.uses:
+        # What is quantized or shared takes no adapter into its weights.
+        merges = curve.shape.quantization == "none" and curve.shape.ranks == 1
         rules = [
             _evictions(curve, settings, traffic, outcome, played_workers, played_s),
-            _merge(curve, traffic, outcome, workers),
+            *([_merge(curve, traffic, outcome, workers)] if merges else []),
             _rank_waste(curve, traffic, outcome),
             *rules,
         ]

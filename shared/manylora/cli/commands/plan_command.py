@@ -36,6 +36,7 @@ HostGib = Annotated[float, typer.Option(min=0.1, help="Host memory of a worker f
 Slots = Annotated[int | None, typer.Option(min=1, max=512, help="Given, and not searched for.")]
 Workers = Annotated[int | None, typer.Option(min=1, help="Given: what these would do.")]
 Format = Annotated[Quantization, typer.Option(help="Of the base model's weights, as workers have it.")]
+Ranks = Annotated[int, typer.Option(min=1, help="GPUs that share the model, as workers have them.")]
 CurveFile = Annotated[
     Path | None, typer.Option(help="A step curve of one's own, as bench/plan_check.py measures it.", **_FILE)
 ]
@@ -59,6 +60,7 @@ def plan(
     curve: CurveFile = None,
     quantization: Format = Quantization.NONE,
     kv_cache_dtype: KvCacheDtypeOption = KvCacheDtype.AUTO,
+    tensor_parallel: Ranks = 1,
     as_json: Json = False,
 ) -> None:
     """Say what a traffic needs: workers, slots, the arena's split, latencies, cost, and what to tune.
@@ -71,10 +73,9 @@ def plan(
     if (not gpu) == (curve is None):
         raise usage_error("give either --gpu NAME or --curve FILE")
     from manylora.capacity import files, view
-    from manylora.capacity.planning.curve import find_curve, with_fp8_kv, with_quantization
     from manylora.capacity.planning.plan import Wanted, document_of
     from manylora.capacity.planning.plan import plan as planned
-    from manylora.capacity.planning.shapes import CannotPlan, gpu_of
+    from manylora.capacity.planning.shapes import CannotPlan
     from manylora.capacity.planning.traffic import traffic_of_ledger, traffic_of_mix
     from manylora.cli.files import name_of, read_file
 
@@ -85,14 +86,8 @@ def plan(
         else:
             assert from_ledger is not None
             traffic = traffic_of_ledger(files.read_ledger(from_ledger), window_s=window, rank=rank)
-        shape, packaged = files.read_shape(model), files.packaged_curves()
-        steps = find_curve(packaged, gpu_of(gpu), shape) if curve is None else files.read_curve(curve)
-        if steps.shape != shape:
-            raise CannotPlan(f"{curve}: is of {steps.shape.name}, not of {shape.name}")
-        if quantization is not Quantization.NONE:
-            steps = with_quantization(steps, files.read_shape(model, quantization), packaged)
-        if kv_cache_dtype is KvCacheDtype.FP8:
-            steps = with_fp8_kv(steps)
+        fp8_kv = kv_cache_dtype is KvCacheDtype.FP8
+        steps = files.read_steps(model, gpu, curve, quantization, ranks=tensor_parallel, fp8_kv=fp8_kv)
         wanted = Wanted(
             ttft_ms=ttft_ms,
             tpot_ms=tpot_ms,

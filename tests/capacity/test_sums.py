@@ -1,0 +1,97 @@
+"""Steps of several ranks: what two GPUs were measured to take, and what is made of it for others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from manylora.capacity.files import packaged_curves
+from manylora.capacity.planning.curve import Curve, find_curve, floor_ms, with_quantization
+from manylora.capacity.planning.shapes import CONFIGS, GPUS, SHAPES, CannotPlan, shape_of
+from manylora.capacity.planning.sums import WORKERS_SUM_BY, sums_us, with_ranks
+from manylora_worker.models import build
+from manylora_worker.models.ranks import follower
+
+from bench import curves as made
+from tests.capacity.test_curve import predicted
+
+PACKAGED = packaged_curves()
+REFERENCE = "llama-3.1-8b"
+MEASURED = [
+    (gpu, line)
+    for gpu, machine in made.MACHINES.items()
+    for line in made.lines(machine, "engine-two-gpus.jsonl")
+    if line.get("tensor_parallel") == 2 and line["case"].startswith("decode")
+]
+
+
+def shared(gpu: str, shape: str, ranks: int = 2, sum_by: str = WORKERS_SUM_BY) -> Curve:
+    whole = find_curve(PACKAGED, GPUS[gpu], SHAPES[shape])
+    return with_ranks(whole, shape_of(CONFIGS[shape], shape, ranks=ranks), PACKAGED, sum_by)
+
+
+def test_workers_sum_as_the_plan_takes_them_to() -> None:
+    sources = [Path(module.__file__ or "").read_text() for module in (build, follower)]
+    assert all("RankGroup(" in each for each in sources)
+    assert (WORKERS_SUM_BY == "nccl") != any("is_symmetric" in each for each in sources)
+
+
+def test_a_rank_reads_what_the_bench_says() -> None:
+    """Which counted the tensors that a rank had on its GPU."""
+    assert MEASURED
+    for gpu, line in MEASURED:
+        shape, rows = shape_of(CONFIGS[line["shape"]], "of a rank", ranks=2), line["batch"]
+        if line["case"] == "decode-base":
+            assert floor_ms(GPUS[gpu], shape, rows, line["context"]) == pytest.approx(line["floor_ms"], rel=0.01), line
+
+
+def test_two_gpus_are_what_was_measured_and_a_larger_model_near_it() -> None:
+    """The 70B's steps are made of the 8B's on one GPU and on two; nothing was fitted to its own."""
+    for gpu, line in MEASURED:
+        curve = shared(gpu, line["shape"], sum_by=line["all_reduce"])
+        within = 0.08 if line["shape"] != REFERENCE else 0.05 if line["adapters"] else 0.001
+        assert predicted(curve, line) == pytest.approx(line["ms_per_step"], rel=within), line
+        assert not curve.is_measured
+
+
+def test_sums_that_one_gpu_has_not_are_those_of_another_beyond_its_own() -> None:
+    (own, _), (both, _) = (sums_us(GPUS["H200"], PACKAGED, kind) for kind in ("two-shot", "nccl"))
+    (wanted, _), (instead, _) = (sums_us(GPUS["H100"], PACKAGED, kind) for kind in ("nccl", "two-shot"))
+    for at in range(3):
+        assert both[at][1] - own[at][1] == pytest.approx(wanted[at][1] - instead[at][1])
+    assert [us for _, us in both] == sorted(us for _, us in both)
+    assert "what nccl took beyond it on two H100" in shared("H200", REFERENCE).origin
+    with pytest.raises(CannotPlan, match="sums by rings were not measured on H100"):
+        sums_us(GPUS["H100"], PACKAGED, "rings")
+
+
+def test_more_ranks_have_less_each_and_sum_longer() -> None:
+    two, four, eight = (shared("H100", "llama-70b", ranks) for ranks in (2, 4, 8))
+    assert two.base_ms(8) > four.base_ms(8) > eight.base_ms(8) > two.base_ms(8) / 4
+    assert two.prompt_token_ms > four.prompt_token_ms > eight.prompt_token_ms > two.prompt_token_ms / 4
+    assert four.shape.kv_token_bytes * 2 == two.shape.kv_token_bytes
+    assert four.kv_token_ms == pytest.approx(two.kv_token_ms / 2)
+    assert four.load_host_mb_s / four.shape.rank_bytes == pytest.approx(two.load_host_mb_s / two.shape.rank_bytes)
+    assert four.origin.endswith("as on two H100, more of which were not measured")
+
+
+def test_quantized_weights_and_mixtures_are_shared_too() -> None:
+    mixture = SHAPES["30b-a3b"]
+    whole = with_quantization(
+        find_curve(PACKAGED, GPUS["H100"], mixture), shape_of(CONFIGS[mixture.name], mixture.name, "fp8"), PACKAGED
+    )
+    half = with_ranks(whole, shape_of(CONFIGS[mixture.name], mixture.name, "fp8", ranks=2), PACKAGED)
+    for rows in (8, 64):
+        floor = floor_ms(half.gpu, half.shape, rows, half.context)
+        assert floor < half.base_ms(rows) < whole.base_ms(rows)
+    assert half.shape.expert_bytes < 0.51 * whole.shape.expert_bytes
+    assert (half.shape.quantization, half.shape.ranks) == ("fp8", 2)
+
+
+def test_gpus_whose_links_were_not_measured_are_refused() -> None:
+    with pytest.raises(CannotPlan, match="--tensor-parallel: not planned for on L40S"):
+        shared("L40S", REFERENCE)
+    alone = [replace(each, of_two={"two-shot": own}) for each in PACKAGED if (own := each.of_two.get("two-shot"))]
+    with pytest.raises(CannotPlan, match="--tensor-parallel: sums by nccl were not measured on H100"):
+        sums_us(GPUS["H100"], alone, "nccl")
