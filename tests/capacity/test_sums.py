@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import inspect
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from manylora.capacity.planning.shapes import CONFIGS, GPUS, SHAPES, CannotPlan,
 from manylora.capacity.planning.sums import WORKERS_SUM_BY, sums_us, with_ranks
 from manylora_worker.models import build
 from manylora_worker.models.ranks import follower
+from manylora_worker.models.ranks.group import RankGroup
 
 from bench import curves as made
 from tests.capacity.test_curve import predicted
@@ -33,8 +34,9 @@ def shared(gpu: str, shape: str, ranks: int = 2, sum_by: str = WORKERS_SUM_BY) -
 
 def test_workers_sum_as_the_plan_takes_them_to() -> None:
     sources = [Path(module.__file__ or "").read_text() for module in (build, follower)]
-    assert all("RankGroup(" in each for each in sources)
-    assert (WORKERS_SUM_BY == "nccl") != any("is_symmetric" in each for each in sources)
+    assert all("RankGroup(" in each and "is_symmetric" not in each for each in sources)
+    by_default = inspect.signature(RankGroup).parameters["is_symmetric"].default
+    assert by_default == (WORKERS_SUM_BY == "two-shot")
 
 
 def test_a_rank_reads_what_the_bench_says() -> None:
@@ -55,15 +57,11 @@ def test_two_gpus_are_what_was_measured_and_a_larger_model_near_it() -> None:
         assert not curve.is_measured
 
 
-def test_sums_that_one_gpu_has_not_are_those_of_another_beyond_its_own() -> None:
-    (own, _), (both, _) = (sums_us(GPUS["H200"], PACKAGED, kind) for kind in ("two-shot", "nccl"))
-    (wanted, _), (instead, _) = (sums_us(GPUS["H100"], PACKAGED, kind) for kind in ("nccl", "two-shot"))
-    for at in range(3):
-        assert both[at][1] - own[at][1] == pytest.approx(wanted[at][1] - instead[at][1])
-    assert [us for _, us in both] == sorted(us for _, us in both)
-    assert "what nccl took beyond it on two H100" in shared("H200", REFERENCE).origin
-    with pytest.raises(CannotPlan, match="sums by rings were not measured on H100"):
-        sums_us(GPUS["H100"], PACKAGED, "rings")
+def test_sums_take_longer_with_more_bytes() -> None:
+    for gpu in ("H100", "H200"):
+        table, where = sums_us(GPUS[gpu], PACKAGED, WORKERS_SUM_BY)
+        assert [us for _, us in table] == sorted(us for _, us in table)
+        assert where == f"as on two {gpu}"
 
 
 def test_more_ranks_have_less_each_and_sum_longer() -> None:
@@ -92,6 +90,5 @@ def test_quantized_weights_and_mixtures_are_shared_too() -> None:
 def test_gpus_whose_links_were_not_measured_are_refused() -> None:
     with pytest.raises(CannotPlan, match="--tensor-parallel: not planned for on L40S"):
         shared("L40S", REFERENCE)
-    alone = [replace(each, of_two={"two-shot": own}) for each in PACKAGED if (own := each.of_two.get("two-shot"))]
-    with pytest.raises(CannotPlan, match="--tensor-parallel: sums by nccl were not measured on H100"):
-        sums_us(GPUS["H100"], alone, "nccl")
+    with pytest.raises(CannotPlan, match="--tensor-parallel: sums by nccl were not measured on H200"):
+        sums_us(GPUS["H200"], PACKAGED, "nccl")

@@ -12,7 +12,7 @@ from dataclasses import replace
 from manylora.capacity.planning.curve import Curve, between, floor_ms
 from manylora.capacity.planning.shapes import CONFIGS, CannotPlan, Gpu, Shape, shape_of
 
-WORKERS_SUM_BY = "nccl"  # models/ranks/build.py and follower.py: groups that are not symmetric
+WORKERS_SUM_BY = "two-shot"  # what models/ranks/group.py takes where GPUs read one another's memory
 _Table = list[tuple[int, float]]
 
 
@@ -58,13 +58,7 @@ def sums_us(gpu: Gpu, curves: Sequence[Curve], sum_by: str) -> tuple[_Table, str
         raise CannotPlan(f"--tensor-parallel: not planned for on {gpu.name}, where several GPUs were not measured")
     if sum_by in own.of_two:
         return _table(own, sum_by), f"as on two {gpu.name}"
-    other = next(iter(own.of_two))
-    both = next((each for each in of_two if {sum_by, other} <= each.of_two.keys()), None)
-    if both is None:
-        raise CannotPlan(f"--tensor-parallel: sums by {sum_by} were not measured on {gpu.name}")
-    wanted, instead = _table(both, sum_by), _table(both, other)
-    table = [(size, us + between(wanted, size) - between(instead, size)) for size, us in _table(own, other)]
-    return table, f"as on two {gpu.name} by {other}, and what {sum_by} took beyond it on two {both.gpu.name}"
+    raise CannotPlan(f"--tensor-parallel: sums by {sum_by} were not measured on {gpu.name}")
 
 
 def _table(curve: Curve, sum_by: str) -> _Table:

@@ -5,6 +5,7 @@ Every rank makes the same calls in the same order. The sums are the same to the 
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -12,15 +13,17 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
+_LOG = logging.getLogger(__name__)
+
 
 class RankGroup:
     """Args:
     store: a file that all ranks see, and that is not there yet. Returns when all have come.
-    is_symmetric: whether ranks sum by kernels that read one another's memory, where they can, in place of NCCL.
+    is_symmetric: whether GPUs sum by kernels that read one another's memory, where they can, in place of NCCL.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device, store: Path, *, is_symmetric: bool = False) -> None:
-        self._is_symmetric = is_symmetric
+    def __init__(self, rank: int, size: int, device: torch.device, store: Path, *, is_symmetric: bool = True) -> None:
+        self._is_symmetric = is_symmetric and device.type == "cuda" and _reach_one_another(device, rank, size)
         self._symmetric: set[int] = set()
         self.rank = rank
         self.size = size
@@ -78,3 +81,13 @@ class RankGroup:
             dist.distributed_c10d._abort_process_group()
         elif dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _reach_one_another(device: torch.device, rank: int, size: int) -> bool:
+    # a rank's device stands behind those of the ranks before it
+    first = (device.index or 0) - rank
+    devices = range(first, first + size)
+    reach = all(torch.cuda.can_device_access_peer(one, two) for one in devices for two in devices if one != two)
+    if not reach and rank == 0:
+        _LOG.warning("GPUs %d to %d do not read one another's memory: ranks sum by NCCL", devices[0], devices[-1])
+    return reach
