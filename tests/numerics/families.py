@@ -235,6 +235,11 @@ UNLIKE: dict[str, Callable[[], PretrainedConfig]] = {
         layer_types=["sliding_attention", "full_attention", "full_attention"], enable_moe_block=True, num_experts=8,
         top_k_experts=3, moe_intermediate_size=40,
     ),
+    "gemma4_moe_blocks": lambda: Gemma4TextConfig(
+        **_GEMMA4, hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1,
+        layer_types=["sliding_attention", "full_attention", "full_attention"], enable_moe_block=True, num_experts=8,
+        top_k_experts=3, moe_intermediate_size=64,
+    ),
 }  # fmt: skip
 
 

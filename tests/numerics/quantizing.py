@@ -291,6 +291,15 @@ def experts_to_nf4(model: PreTrainedModel) -> None:
         weight.copy_(found)
 
 
+def to_our_nf4(model: PreTrainedModel) -> None:
+    """In place, as a GPU has it, but for the scales of layers that are fused or shared there."""
+    layers = (each for each in model.modules() if isinstance(each, torch.nn.Linear))
+    for layer in layers:
+        if layer is not model.get_output_embeddings():
+            layer.weight.data = dequantize_reference(quantize(layer.weight.data), torch.float32)
+    experts_to_nf4(model)
+
+
 def to_nf4(model: PreTrainedModel, folder: Path) -> None:
     """In place, experts as above, linear layers as bitsandbytes has them. folder: its weights."""
     bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")

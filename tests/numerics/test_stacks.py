@@ -24,7 +24,7 @@ from tests.numerics.adapters import ATTENTION, MLP
 from tests.numerics.driver import Driver, Stream, make_runner
 from tests.numerics.families import make_model
 from tests.numerics.mixtures import OWN_PATTERNS, RECIPES, check_mixed_batch, make_mixture
-from tests.numerics.quantizing import PROMPT, fp8, ship, to_fp8_by_output
+from tests.numerics.quantizing import PROMPT, fp8, ship, to_fp8_by_output, to_nf4
 from tests.numerics.test_checkpoint import in_nf4, logits_of
 from tests.numerics.two_ranks import check_logprobs, mixture_family, shared_by_two
 
@@ -140,7 +140,7 @@ def test_an_engine_in_fp8_equals_the_weights_it_stands_for(family: str, tmp_path
     ("family", "shipped", "quantization"),
     [
         ("gemma4_moe", "", "fp8"), ("qwen3_next", "", "fp8"), ("qwen3_next", "gptq", "none"),
-        ("qwen3_next", "gptq-sym", "int4"),
+        ("qwen3_next", "gptq-sym", "int4"), ("gemma4_moe_blocks", "", "nf4"),
     ],
 )  # fmt: skip
 def test_other_mixtures(family: str, shipped: str, quantization: Quantization, tmp_path: Path) -> None:
@@ -150,6 +150,8 @@ def test_other_mixtures(family: str, shipped: str, quantization: Quantization, t
     if shipped:
         stands_for = ship(plain, tmp_path / "shipped", shipped)
         assert reference.load_state_dict(stands_for, strict=False).unexpected_keys == []
+    elif quantization == "nf4":
+        to_nf4(reference, plain)
     else:
         to_fp8_by_output(reference)
     folder = tmp_path / "shipped" if shipped else plain

@@ -278,8 +278,7 @@ def prepare_model(
     modules = modules or linear_modules(model)
     experts = _experts(model, quantization, group)
     head_modules = head_modules_of(model)
-    # a stack is no module, whether it is in codes or not
-    all_modules = {path for path, each in model.named_modules() if path and not isinstance(each, QuantizedStack)}
+    all_modules = _module_paths(model)
     switch = LoraSwitch()
     fused = quantization != "nf4" or device.type == "cuda"
     sites = install_linears(model, modules, switch, fused=fused, group=group)
@@ -324,6 +323,11 @@ def prepare_model(
         attention_traits=probed.attention_traits,
         group=group,
     )
+
+
+def _module_paths(model: PreTrainedModel) -> set[str]:
+    # a stack is none, whether it is in codes or not
+    return {path for path, each in model.named_modules() if path and not isinstance(each, QuantizedStack)}
 
 
 def _quantize_or_pack(
