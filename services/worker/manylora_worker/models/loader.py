@@ -194,7 +194,7 @@ def load_model(
         path: a folder, or a hub id whose files are in the local cache.
         name: to serve it under; default: the last component of `path`.
         dtype: of weights and computation (with nf4: of computation).
-        quantization: "nf4" keeps linear weights in 4 bits (double quantization), "fp8" in FP8 with a scale an output,
+        quantization: "nf4" keeps weights in 4 bits (double quantization), "fp8" in FP8 with a scale an output,
             "int4" what was shipped in 4 bits.
         group: a rank of it loads its share of the model.
         max_model_len: see prepare_model.
