@@ -264,7 +264,7 @@ def test_a_mixture_in_nf4(tmp_path: Path) -> None:
 
 
 def test_experts_come_to_a_device_in_nf4(tmp_path: Path) -> None:
-    """It never has them as they were."""
+    """It has no more than a layer of them as they were."""
     config = Qwen3MoeConfig(
         vocab_size=VOCAB_SIZE, hidden_size=512, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=512, num_experts=16, num_experts_per_tok=2, moe_intermediate_size=512,
