@@ -11,17 +11,20 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 _POINTERS = {
-    "x_ptr": "*bf16", "scales_ptr": "*fp32", "shifts_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16",
-    "order_ptr": "*i32", "tiles_ptr": "*i32", "count_ptr": "*i32", "stride_out": "i32",
+    "x_ptr": "*bf16", "scales_ptr": "*fp32", "shifts_ptr": "*fp32", "table_ptr": "*fp32", "lookup_ptr": "*i32",
+    "bias_ptr": "*bf16", "out_ptr": "*bf16", "order_ptr": "*i32", "tiles_ptr": "*i32", "count_ptr": "*i32",
+    "stride_out": "i32",
 }  # fmt: skip
 
 
-def operands(four_bits: bool, groups: int, block_m: int) -> str:
+def operands(name: str, groups: int, block_m: int) -> str:
     """Name of the instruction, and what its first operand is."""
+    four_bits = name != "fp8"
     constants = {
         "N": 768, "K": 2048, "GROUPS": groups, "GROUP_SIZE": 2048 // groups, "FOUR_BITS": four_bits,
-        "SHIFTED": four_bits, "PAIRS_A_ROW": 8, "HALVES": 2, "BIAS": False, "GATES": True, "ACTIVATION": "silu",
-        "BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": 64 if block_m == 64 else 128,
+        "NF4": name == "nf4", "SHIFTED": name == "int4", "PAIRS_A_ROW": 8, "HALVES": 2,
+        "BIAS": False, "GATES": True, "ACTIVATION": "silu",
+        "BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": 64 if block_m == 64 or name == "nf4" else 128,
         "STAGES": 3 if block_m == 64 else 5, "PDL": False,
     }  # fmt: skip
     types = _POINTERS | {"w_ptr": "*u8" if four_bits else "*fp8e4nv"} | dict.fromkeys(constants, "constexpr")
@@ -41,5 +44,5 @@ def operands(four_bits: bool, groups: int, block_m: int) -> str:
 
 
 if __name__ == "__main__":
-    for each in product((False, True), (1, 16), (16, 32, 64)):
+    for each in (*product(("fp8", "int4"), (1, 16), (16, 32, 64)), *product(("nf4",), (32,), (16, 32, 64))):
         print(*each, operands(*each))

@@ -157,6 +157,11 @@ MIXTURES: dict[str, Callable[[], PretrainedConfig]] = {
         norm_topk_prob=False, mlp_only_layers=[1],
     ),
     "olmoe": lambda: OlmoeConfig(**(_SHAPE | {"intermediate_size": 40}), num_experts=8, num_experts_per_tok=3),
+    # of whose experts' inputs NF4 takes whole blocks
+    "gpt_oss_blocks": lambda: GptOssConfig(
+        **(_SHAPE | {"intermediate_size": 64}), head_dim=16, num_local_experts=8, num_experts_per_tok=3,
+        sliding_window=WINDOW, rope_parameters=_GPT_OSS_ROPE,
+    ),
     # a router of sigmoids, which is not ours, and a shared expert
     "glm4_moe": lambda: Glm4MoeConfig(
         **_SHAPE, head_dim=16, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, n_shared_experts=1,
@@ -180,6 +185,10 @@ _FEW_EXPERTS = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
 
+_BLOCKS = {
+    "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "head_dim": 32, "linear_value_head_dim": 8,
+}  # fmt: skip
+_ROPE_OF_BLOCKS = {"rope_parameters": {**_QWEN35["rope_parameters"], "mrope_section": [4, 2, 2]}}
 _WIDE = {"linear_num_value_heads": 16, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64}
 _QWEN35_DENSE = {
     **_SHAPE, **_QWEN35, "num_hidden_layers": 5,
@@ -196,6 +205,12 @@ RECURRENT: dict[str, Callable[[], PretrainedConfig]] = {
     # of whose heads and experts kernels compute two ranks' shares
     "qwen3_5_wide": lambda: Qwen3_5TextConfig(**{**_QWEN35_DENSE, "linear_num_value_heads": 16}),
     "qwen3_5_moe_wide": lambda: Qwen3_5MoeTextConfig(**{**_SHAPE, **_QWEN35, **_FEW_EXPERTS, **_WIDE}),
+    "qwen3_5_moe_blocks": lambda: Qwen3_5MoeTextConfig(
+        **{**_SHAPE, **_QWEN35, **_FEW_EXPERTS, **_BLOCKS, **_ROPE_OF_BLOCKS}
+    ),
+    "qwen3_next_blocks": lambda: Qwen3NextConfig(
+        **{**_SHAPE, **_DELTA_NETS, **_FEW_EXPERTS, **_BLOCKS}, mlp_only_layers=[2], partial_rotary_factor=0.5
+    ),
     "qwen3_next_wide": lambda: Qwen3NextConfig(
         **{**_SHAPE, **_DELTA_NETS, **_FEW_EXPERTS, **_WIDE}, mlp_only_layers=[2], partial_rotary_factor=0.5
     ),
@@ -241,6 +256,11 @@ UNLIKE: dict[str, Callable[[], PretrainedConfig]] = {
         **{**_GEMMA4, "num_key_value_heads": 4}, hidden_size_per_layer_input=0, attention_k_eq_v=True,
         num_global_key_value_heads=2, layer_types=["sliding_attention", "full_attention", "full_attention"],
         enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=48,
+    ),
+    "gemma4_moe_blocks": lambda: Gemma4TextConfig(
+        **_GEMMA4, hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1,
+        layer_types=["sliding_attention", "full_attention", "full_attention"], enable_moe_block=True, num_experts=8,
+        top_k_experts=3, moe_intermediate_size=64,
     ),
 }  # fmt: skip
 

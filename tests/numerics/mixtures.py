@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,13 @@ import pytest
 import torch
 from manylora_worker.models.checkpoint import Quantization
 from manylora_worker.models.loader import LoadedModel, load_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.numerics import driver as driving
 from tests.numerics.adapters import ATTENTION, Reference, save_adapter
 from tests.numerics.driver import Driver, Stream, make_runner, prompts
 from tests.numerics.families import make_model
-from tests.numerics.quantizing import ship, to_fp8_by_output
+from tests.numerics.quantizing import ship, to_fp8_by_output, to_nf4
 
 # of peft, for a pattern that it has made itself
 OWN_PATTERNS = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
@@ -46,8 +46,9 @@ def make_mixture(
     *,
     shipped: str = "",
     quantization: Quantization = "none",
+    rounds: Callable[[PreTrainedModel], None] | None = None,
 ) -> Mixture:
-    """shipped: in which of quantizing.FORMATS. The references have the weights that codes stand for."""
+    """shipped: in which of quantizing.FORMATS. The references have the weights that codes stand for. rounds: them."""
     folder = parent / f"tiny-{family}"
     plain = parent / "plain" if shipped else folder
     model = make_model(family, plain)
@@ -63,6 +64,10 @@ def make_mixture(
         assert fresh.load_state_dict(stands_for, strict=False).unexpected_keys == []
         if quantization == "fp8" and not shipped:
             to_fp8_by_output(fresh)
+        if quantization == "nf4":
+            to_nf4(fresh, plain)
+        if rounds is not None:
+            rounds(fresh)
         return Reference(fresh.eval(), adapters)
 
     references: dict[str | None, Reference] = {name: reference({name: path}) for name, path in adapters.items()}

@@ -14,12 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from manylora_worker.models.cuda.kernels.nf4_format import dequantize_reference, quantize
 from manylora_worker.models.loader import LoadedModel
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from tests.numerics.adapters import Reference
 from tests.numerics.conftest import Family
@@ -273,6 +275,43 @@ def to_fp8_by_output(model: PreTrainedModel) -> None:
             is_turned = weight.dim() == 3 and model.config.model_type == "gpt_oss"  # [experts, in, out]
             scales = weight.data.abs().amax(1 if is_turned else -1, keepdim=True) / _LARGEST
             weight.data = fp8(weight.data, scales)[1]
+
+
+def experts_to_nf4(model: PreTrainedModel) -> None:
+    """In place, each expert by itself. test_nf4_format.py compares its quantization with bitsandbytes'."""
+    stacks = [each for name, each in model.named_parameters() if ".experts." in name and each.dim() == 3]
+    for weight in (expert for stack in stacks for expert in stack.data):
+        turned, parts = weight, 1
+        if model.config.model_type == "gpt_oss":  # [in, out], of gate and up in turn
+            parts = weight.shape[1] // weight.shape[0]
+            turned = torch.cat([weight.T[i::parts] for i in range(parts)])
+        found = dequantize_reference(quantize(turned), torch.float32)
+        if model.config.model_type == "gpt_oss":
+            found = torch.stack(found.chunk(parts), 1).flatten(0, 1).T
+        weight.copy_(found)
+
+
+def to_our_nf4(model: PreTrainedModel) -> None:
+    """In place, as a GPU has it, but for the scales of layers that are fused or shared there."""
+    layers = (each for each in model.modules() if isinstance(each, torch.nn.Linear))
+    for layer in layers:
+        if layer is not model.get_output_embeddings():
+            layer.weight.data = dequantize_reference(quantize(layer.weight.data), torch.float32)
+    experts_to_nf4(model)
+
+
+def to_nf4(model: PreTrainedModel, folder: Path) -> None:
+    """In place, experts as above, linear layers as bitsandbytes has them. folder: its weights."""
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    options = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    made = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=options, device_map={"": "cpu"}, dtype=torch.float32
+    )
+    for path, module in made.named_modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            weight = bitsandbytes.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+            model.get_submodule(path).weight.data.copy_(weight)
+    experts_to_nf4(model)
 
 
 def shipped_family(family: Family, folder: Path, name: str) -> Family:

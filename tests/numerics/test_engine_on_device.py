@@ -18,10 +18,14 @@ from manylora_worker.kinds.api import EngineRequest, Sampling
 from manylora_worker.memory.tenant_shares import TenantShare
 from manylora_worker.models.build import build_engine
 from manylora_worker.models.layers.kv_cache import MIB
+from manylora_worker.models.loader import load_model
 from manylora_worker.planning.step_planner import PlannerLimits
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.numerics.conftest import KV_IN_FP8, Family, FamilyOf
 from tests.numerics.families import VOCAB_SIZE
+from tests.numerics.mixtures import OWN_PATTERNS
+from tests.numerics.two_ranks import check_first_logprobs, mixture_in_nf4, shared_by_two
 
 pytestmark = pytest.mark.gpu
 
@@ -245,3 +249,33 @@ def test_garbage_does_not_spoil_a_capture(family_of: FamilyOf, tmp_path: Path, m
     drawn, _ = draw(family, tmp_path, "cuda")
     assert captures > 0
     assert drawn == expected
+
+
+@OWN_PATTERNS
+def test_a_mixture_in_nf4(tmp_path: Path) -> None:
+    """Dense layers and experts, with an adapter on both and without."""
+    family = mixture_in_nf4(tmp_path / "made")
+    uids = {None: None, **family.put_adapters(tmp_path / "objects")}
+    with shared_by_two(
+        family, tmp_path, "cuda", dtype="bfloat16", quantization="nf4", max_batch_tokens=512, num_blocks=100,
+        block_size=64, device_adapter_mb=8.0, tensor_parallel=1,
+    ) as parts:  # fmt: skip
+        check_first_logprobs(parts, family, uids)
+
+
+def test_experts_come_to_a_device_in_nf4(tmp_path: Path) -> None:
+    """It has no more than a layer of them as they were."""
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=512, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=512, num_experts=16, num_experts_per_tok=2, moe_intermediate_size=512,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config).bfloat16()
+    plain_bytes = sum(each.nbytes for name, each in model.named_parameters() if ".experts." in name)
+    model.save_pretrained(tmp_path / "mixture")
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loaded = load_model(str(tmp_path / "mixture"), dtype=torch.bfloat16, device="cuda", quantization="nf4")
+    assert torch.cuda.max_memory_allocated() - before < 0.6 * plain_bytes
+    assert all(each.is_cuda for each in loaded.model.buffers())

@@ -8,6 +8,8 @@ import pytest
 import torch
 from manylora_worker.models import loader
 from manylora_worker.models.checkpoint import Quantization
+from manylora_worker.models.layers.mixture import LoraExperts
+from manylora_worker.models.quantized.stacks import nf4_stack, put_stack
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
@@ -17,6 +19,7 @@ from manylora_worker.models.decoder.read import read_decoder
 from tests.numerics.driver import Driver
 from tests.numerics.interpreter import DEVICES
 from tests.numerics.mixtures import OWN_PATTERNS, Mixture, make_mixture, streams_of
+from tests.numerics.quantizing import experts_to_nf4
 from tests.numerics.test_cuda_runner import make_device_runner, put_device_adapter
 
 pytestmark = [pytest.mark.kernels, OWN_PATTERNS]
@@ -44,6 +47,26 @@ def test_experts_in_codes_on_the_device(
         pytest.skip("needs Hopper")
     mixture = make_mixture(tmp_path, family, shipped=shipped, quantization=quantization)
     check_device(mixture, device, quantization, monkeypatch)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["qwen3_moe_wide", "qwen3_5_moe_blocks", "qwen3_next_blocks", "gpt_oss_blocks"])
+def test_experts_in_nf4_on_the_device(
+    family: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all that is not of experts as it is: dense layers in NF4 take bf16, in which routers choose otherwise."""
+    mixture, load_model = make_mixture(tmp_path, family, rounds=experts_to_nf4), loader.load_model
+
+    def in_nf4(folder: str, *, device: str, quantization: Quantization) -> loader.LoadedModel:
+        loaded = load_model(folder, device=device, quantization=quantization)
+        for experts in (each for each in loaded.model.modules() if isinstance(each, LoraExperts)):
+            for name in ("gate_up", "down"):  # made on the CPU, as the reference's are: its sums have that order
+                stack = nf4_stack(getattr(experts, name).data, torch.device("cpu"), torch.device(device))
+                put_stack(experts, name, stack)
+        return loaded
+
+    monkeypatch.setattr(loader, "load_model", in_nf4)
+    check_device(mixture, device, "none", monkeypatch)
 
 
 def check_device(mixture: Mixture, device: str, quantization: Quantization, monkeypatch: pytest.MonkeyPatch) -> None:

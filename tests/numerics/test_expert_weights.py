@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from tests.numerics.driver import Driver, Stream, make_runner
-from tests.numerics.mixtures import OWN_PATTERNS, Mixture, make_mixture
+from tests.numerics.mixtures import OWN_PATTERNS, Mixture, check_mixed_batch, make_mixture
 from tests.numerics.quantizing import PROMPT, check_with_adapter, ship
 from tests.numerics.test_checkpoint import logits_of
 from tests.numerics.test_delta_net import published
@@ -97,6 +97,13 @@ def test_the_text_part_of_a_mixture_of_text_and_images(name: str, quantization: 
     assert isinstance(shared, QuantizedLinear) == is_kept
     (logits,) = Driver(make_runner(loaded)).logits([Stream(PROMPT)])
     torch.testing.assert_close(logits, logits_of(reference, PROMPT), atol=1e-3, rtol=0)
+
+
+def test_an_adapter_that_names_a_shared_experts_layers(tmp_path: Path) -> None:
+    """A stack in codes has the name of one of them, and is no module."""
+    mixture = make_mixture(tmp_path, "qwen3_5_moe_text", shipped="gptq-sym", quantization="int4")
+    assert len(stacks_of(mixture.loaded)) == 6
+    check_mixed_batch(mixture, 1e-3)
 
 
 @pytest.fixture

@@ -12,9 +12,10 @@ pytest.importorskip("triton", reason="triton is not installed: it comes with CUD
 
 from manylora_worker.models.cuda.kernels.experts_product import grouped_product, tile_pairs
 from manylora_worker.models.cuda.kernels.experts_route import TILE_FIELDS, Groups, group, most_tiles
+from manylora_worker.models.cuda.kernels.nf4_format import CODEBOOK
 from manylora_worker.models.decoder.weights import ExpertActivation
 from manylora_worker.models.layers.mixture import clamped_swiglu
-from manylora_worker.models.quantized.stacks import QuantizedStack, quantized_stack
+from manylora_worker.models.quantized.stacks import QuantizedStack, nf4_stack, quantized_stack
 
 from tests.numerics.interpreter import DEVICES
 
@@ -129,7 +130,73 @@ def test_products_with_codes(
 
 
 def whole(stack: QuantizedStack, expert: int) -> torch.Tensor:
-    return QuantizedStack(stack.parts, stack.group_size, torch.float32)[expert]
+    return QuantizedStack(stack.parts, stack.group_size, torch.float32, is_nf4=stack.is_nf4)[expert]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("rows", "count", "top_k", "hidden", "width", "outputs"),
+    [
+        *((rows, 8, 2, 128, 72, 100) for rows in (1, 2, 7, 16, 33, 64)), (100, 2, 2, 64, 40, 72),
+        *((rows, 128, 8, 2048, 768, 2048) for rows in (1, 8, 32, 64, 500, 2000)), (9, 256, 8, 2048, 512, 2048),
+    ],
+)  # fmt: skip
+def test_products_with_nf4(
+    rows: int, count: int, top_k: int, hidden: int, width: int, outputs: int, device: str
+) -> None:
+    """Against the weight taken apart: experts without rows, tiles of few pairs and of many, cut ones at both ends."""
+    if device == "cpu" and hidden > 200:
+        pytest.skip("a real shape takes minutes in the interpreter")
+    torch.manual_seed(rows)
+    on = torch.device(device)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    x = torch.randn(rows + 1, hidden, device=on, dtype=dtype)  # the last is not there
+    gate_up = nf4_stack((torch.randn(count, 2 * width, hidden, device=on) * hidden**-0.5).to(dtype), on, on)
+    down = nf4_stack((torch.randn(count, outputs, hidden, device=on) * hidden**-0.5).to(dtype), on, on)
+    bias = torch.randn(count, 2 * width, device=on).to(dtype) if rows % 2 else None
+    chosen, groups = grouped(rows + 1, count, top_k, device)
+    both, gated, made = (x.new_full((len(chosen), columns), 7.0) for columns in (2 * width, width, outputs))
+    grouped_product(x, gate_up, both, groups, bias=bias, pairs_a_row=top_k, halves=2, pdl=False)
+    grouped_product(x, gate_up, gated, groups, bias=bias, pairs_a_row=top_k, gates="silu", halves=2, pdl=False)
+    grouped_product(x, down, made, groups, pairs_a_row=top_k, pdl=False)
+    tolerance = {"atol": 1e-4, "rtol": 1e-4} if dtype is torch.float32 else {"atol": 0.05, "rtol": 0.02}
+    for expert in range(count):
+        own = (chosen == expert).nonzero()[:, 0]
+        inputs = x[own // top_k].float()
+        wide = inputs @ whole(gate_up, expert).T
+        wide += 0.0 if bias is None else bias[expert].float()
+        torch.testing.assert_close(both[own].float(), wide, **tolerance)
+        first, second = wide.chunk(2, 1)
+        torch.testing.assert_close(gated[own].float(), F.silu(first) * second, **tolerance)
+        torch.testing.assert_close(made[own].float(), inputs @ whole(down, expert).T, **tolerance)
+    for each in (both, gated, made):
+        assert (each[-top_k:] == 7.0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_every_code_of_nf4_is_what_it_stands_for(dtype: torch.dtype, device: str) -> None:
+    """At every input of a block, in each half of a byte. A scale enters behind the sum, as it is."""
+    if device == "cpu" and dtype is torch.bfloat16:
+        pytest.skip("PTX looks them up, which test_nf4_lookup.py runs")
+    on = torch.device(device)
+    codes = torch.arange(16, dtype=torch.uint8, device=on)
+    packed = (codes << 4 | codes.flip(0)).view(1, 16, 1).expand(1, 16, 64).contiguous()  # of 128 inputs
+    scales = torch.tensor([0.75, 3.0], device=on).expand(1, 16, 2).contiguous()
+    stack = QuantizedStack((packed, scales), 64, dtype, is_nf4=True)
+    values = torch.tensor(CODEBOOK, device=on).to(dtype).float()
+    for pairs in (16, 64):
+        order = torch.arange(pairs, dtype=torch.int32, device=on)
+        tiles = torch.tensor([[0, pairs, 0, 0]], dtype=torch.int32, device=on)
+        groups = Groups(order, tiles, torch.ones(1, dtype=torch.int32, device=on), pairs)
+        for first in range(0, 128, pairs):
+            x = torch.eye(128, device=on, dtype=dtype)[first : first + pairs]
+            out = torch.zeros(pairs, 16, device=on)
+            grouped_product(x, stack, out, groups, pairs_a_row=1, pdl=False)
+            for row in range(pairs):
+                at = first + row
+                expected = (values.flip(0) if at % 2 else values) * scales[0, 0, at // 64]
+                assert torch.equal(out[row], expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -157,7 +224,7 @@ def test_wgmma_reads_no_codes_out_of_registers() -> None:
     told = subprocess.run(program, env=os.environ | changes, capture_output=True, text=True)
     assert told.returncode == 0, told.stderr[-2000:]
     lines = [line.split(" ", 3) for line in told.stdout.splitlines()]
-    assert len(lines) == 12
+    assert len(lines) == 15
     assert {(block_m == "64", kind) for _, _, block_m, kind in lines} == {
         (False, "mma.sync"), (True, "wgmma shared memory")
     }  # fmt: skip

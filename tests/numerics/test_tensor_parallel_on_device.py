@@ -12,12 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from manylora_shared.ids import QosClass, RequestId, TenantId
-from manylora_worker.adapters.cache import AdapterCacheLimits
-from manylora_worker.engine.core import EngineCore, EngineLimits
-from manylora_worker.kinds.api import EngineRequest, Sampling
 from manylora_worker.models.loader import load_model
-from manylora_worker.planning.step_planner import PlannerLimits
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.numerics.adapters import FP8_SLACK, Reference, recipes, save_adapter
@@ -29,8 +24,10 @@ from tests.numerics.two_ranks import (
     SHARED_FAMILIES,
     SHARED_MIXTURES,
     check_fight,
+    check_first_logprobs,
     check_logprobs,
     mixture_family,
+    mixture_in_nf4,
     shared_by_two,
 )
 
@@ -93,27 +90,22 @@ def test_codes_that_are_shipped_are_shared(tmp_path: Path, name: str, quantizati
 
 @pytest.mark.parametrize(("name", "quantization"), [("awq-64", "int4"), ("gptq-sym", "int4"), ("fp8-128", "fp8")])
 def test_kernels_multiply_with_a_ranks_codes(tmp_path: Path, name: str, quantization: str) -> None:
-    """In bf16, of a prompt that they take and of one whose rows rebuild the weight."""
     family = shipped_family(wide_family(tmp_path / "plain"), tmp_path / "tiny-llama", name)
-    limits = EngineLimits(PlannerLimits(512, 512, 10), AdapterCacheLimits(1 << 30, 8 << 20), max_requests=8)
     with shared_by_two(
         family, tmp_path, "cuda", dtype="bfloat16", quantization=quantization, max_batch_tokens=512, num_blocks=200
     ) as parts:
-        core = EngineCore(parts.runner, parts.backend, limits)
-        for count in (7, 100):
-            prompt = [3 + (7 * i) % 50 for i in range(count)]
-            sampling = Sampling(temperature=0.0, top_logprobs=8)
-            request = EngineRequest(
-                RequestId(f"{count}"), TenantId("t"), QosClass.BATCH, None, tuple(prompt), 2, sampling
-            )
-            core.add(request, 0.0)
-            told = []
-            while core.has_work():
-                told += [dict(each.top) for output in core.step(0.0) for each in output.logprobs]
-            core.take_ended()
-            expected = torch.log_softmax(family.reference.logits(prompt, None)[-1], -1)
-            assert told[0] == pytest.approx({token: float(expected[token]) for token in told[0]}, abs=0.25)
-            assert abs(float(expected.max()) - max(told[0].values())) < 0.1
+        check_first_logprobs(parts, family)
+
+
+@OWN_PATTERNS
+def test_a_mixture_in_nf4(tmp_path: Path) -> None:
+    family = mixture_in_nf4(tmp_path / "made")
+    uids = {None: None, **family.put_adapters(tmp_path / "objects")}
+    with shared_by_two(
+        family, tmp_path, "cuda", dtype="bfloat16", quantization="nf4", max_batch_tokens=512, num_blocks=100,
+        block_size=64, device_adapter_mb=8.0,
+    ) as parts:  # fmt: skip
+        check_first_logprobs(parts, family, uids)
 
 
 _PROGRAM = """

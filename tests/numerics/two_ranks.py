@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,19 @@ from manylora_worker.memory.prefix_cache import PrefixKeys, PrefixOptions
 from manylora_worker.models.build import build_engine
 from manylora_worker.models.checkpoint import Quantization
 from manylora_worker.models.layers.kv_cache import MIB
+from manylora_worker.models.loader import load_model
 from manylora_worker.models.parts import EngineParts
 from manylora_worker.models.ranks import cuts
 from manylora_worker.planning.step_planner import PlannerLimits
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tests.numerics.adapters import Reference
+from tests.numerics.adapters import Reference, save_adapter
 from tests.numerics.conftest import Family
 from tests.numerics.driver import composed
 from tests.numerics.families import FAMILIES, RECURRENT, VOCAB_SIZE
+from tests.numerics.mixtures import RECIPES as MIXTURE_RECIPES
 from tests.numerics.mixtures import make_mixture
+from tests.numerics.quantizing import to_our_nf4
 from tests.numerics.test_swaps_against_peft import NUM_BLOCKS, asked, fight
 
 SHARED_MIXTURES = ("qwen3_moe", "qwen3_5_moe_wide", "qwen3_next_wide", "gemma4_moe_wide")
@@ -96,6 +101,46 @@ def check_fight(family: Family, store: Path, device: str) -> None:
         assert is_recurrent == (family.loaded.spec.kv.state is not None)
         prefix = None if is_recurrent else PrefixOptions(PrefixKeys(bytes(32), "model"), 0.5)
         fight(family, EngineCore(parts.runner, parts.backend, limits, prefix), asked(family, 30, 16), uids)
+
+
+def check_first_logprobs(
+    parts: EngineParts, family: Family, uids: Mapping[str | None, AdapterUid | None] | None = None
+) -> None:
+    """In bf16, of a prompt that kernels take and of one whose rows rebuild the weight."""
+    limits = EngineLimits(PlannerLimits(512, 512, 10), AdapterCacheLimits(1 << 30, 8 << 20), max_requests=8)
+    core = EngineCore(parts.runner, parts.backend, limits)
+    for (name, uid), count in product((uids or {None: None}).items(), (7, 100)):
+        prompt = [3 + (7 * i) % 50 for i in range(count)]
+        sampling = Sampling(temperature=0.0, top_logprobs=8)
+        request = EngineRequest(
+            RequestId(f"{name}{count}"), TenantId("t"), QosClass.BATCH, uid, tuple(prompt), 2, sampling
+        )
+        core.add(request, 0.0)
+        told = []
+        while core.has_work():
+            told += [dict(each.top) for output in core.step(0.0) for each in output.logprobs]
+        core.take_ended()
+        expected = torch.log_softmax(family.reference.logits(prompt, name)[-1], -1)
+        assert told[0] == pytest.approx({token: float(expected[token]) for token in told[0]}, abs=0.25)
+        assert abs(float(expected.max()) - max(told[0].values())) < 0.1
+
+
+def mixture_in_nf4(folder: Path) -> Family:
+    """Of which two ranks have whole blocks. Every expert is chosen: bf16 leaves it at those that the reference has."""
+    torch.manual_seed(4)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.06, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, num_experts=8, num_experts_per_tok=8, moe_intermediate_size=128, norm_topk_prob=True,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config).bfloat16()
+    model.save_pretrained(folder / "tiny-mixture")
+    model.float().name_or_path = "someone/tiny-mixture"
+    adapter = save_adapter(model, folder / "all-linear", 1, **MIXTURE_RECIPES["all-linear"])
+    to_our_nf4(model)
+    loaded = load_model(str(folder / "tiny-mixture"))
+    adapters = {"all-linear": adapter}
+    return Family("qwen3_moe", folder / "tiny-mixture", adapters, loaded, Reference(model.eval(), adapters))
 
 
 def check_logprobs(family: Family, store: Path, device: str, tolerance: float, **changes: Any) -> None:

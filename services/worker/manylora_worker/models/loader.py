@@ -48,11 +48,13 @@ from manylora_worker.models.quantized.install import ShippedCodes, quantize_expe
 from manylora_worker.models.quantized.loading import (
     bitsandbytes_options,
     check_experts,
+    experts_to_nf4,
     from_shipped,
     keep_as_made,
     quantize,
 )
 from manylora_worker.models.quantized.schemes import Scheme
+from manylora_worker.models.quantized.stacks import QuantizedStack
 from manylora_worker.models.ranks.cuts import cut_codes, cut_head, cut_linears
 from manylora_worker.models.ranks.delta_cuts import codes_in_order
 from manylora_worker.models.ranks.group import RankGroup
@@ -194,7 +196,7 @@ def load_model(
         path: a folder, or a hub id whose files are in the local cache.
         name: to serve it under; default: the last component of `path`.
         dtype: of weights and computation (with nf4: of computation).
-        quantization: "nf4" keeps linear weights in 4 bits (double quantization), "fp8" in FP8 with a scale an output,
+        quantization: "nf4" keeps weights in 4 bits (double quantization), "fp8" in FP8 with a scale an output,
             "int4" what was shipped in 4 bits.
         group: a rank of it loads its share of the model.
         max_model_len: see prepare_model.
@@ -214,18 +216,19 @@ def load_model(
     by_bitsandbytes = quantization == "nf4" and torch.device(device).type != "cuda"
     if group is not None and by_bitsandbytes:
         raise ModelRefused(f"--tensor-parallel {group.size}: --quantization nf4 is shared among GPUs alone")
-    # The whole model may be more than one device of several holds.
-    place = device if group is None else "cpu"
-    scheme = shipped_scheme(folder)
     model, left_out, codes = _instantiate(
-        folder, config, dtype, place, quantization if quantization != "nf4" or by_bitsandbytes else "none", scheme
-    )
+        folder, config, dtype, device, quantization if quantization != "nf4" or by_bitsandbytes else "none",
+        shipped_scheme(folder),
+    )  # fmt: skip
     modules = linear_modules(model)
+    if quantization == "nf4":
+        experts_to_nf4(model, torch.device(device), torch.device(device if group is None else "cpu"))
     if group is None:
         codes = codes and codes_in_order(codes, model.config)
-    else:
+    else:  # on the host: the whole model may be more than one device of several holds
         cut_linears(model, group)
         codes = codes and cut_codes(codes, model.config, group)
+    if not by_bitsandbytes:
         model = model.to(device)
     loaded = prepare_model(
         model,
@@ -277,7 +280,7 @@ def prepare_model(
     modules = modules or linear_modules(model)
     experts = _experts(model, quantization, group)
     head_modules = head_modules_of(model)
-    all_modules = {module_path for module_path, _ in model.named_modules() if module_path}
+    all_modules = _module_paths(model)
     switch = LoraSwitch()
     fused = quantization != "nf4" or device.type == "cuda"
     sites = install_linears(model, modules, switch, fused=fused, group=group)
@@ -285,8 +288,8 @@ def prepare_model(
         cut_head(model, group)
     _quantize_or_pack(model, quantization, codes, group)
     sites += install_mixtures(model, experts, len(sites), switch, group)
-    if quantization == "fp8" and codes is None:
-        quantize_experts(model, group)
+    if quantization in ("fp8", "nf4") and codes is None:
+        quantize_experts(model, quantization, group)
     experts = whole_experts(experts, group)
     modules = {**modules, **modules_of(experts)}
     if device.type == "cuda":
@@ -324,6 +327,11 @@ def prepare_model(
     )
 
 
+def _module_paths(model: PreTrainedModel) -> set[str]:
+    # a stack is none, whether it is in codes or not
+    return {path for path, each in model.named_modules() if path and not isinstance(each, QuantizedStack)}
+
+
 def _quantize_or_pack(
     model: PreTrainedModel, quantization: Quantization, codes: ShippedCodes | None, group: RankGroup | None
 ) -> None:
@@ -337,7 +345,7 @@ def _experts(model: PreTrainedModel, quantization: Quantization, group: RankGrou
     found = taken_over(model, find_experts(model))
     paths = {path for path, _ in model.named_modules() if path.endswith(".experts")}
     strange = sorted(paths - {each.stack for each in found})
-    check_experts(model, quantization, bool(found), strange)
+    check_experts(model, quantization, strange)
     if group is not None and strange:  # transformers' own would not sum over the ranks
         raise ModelRefused(f"--tensor-parallel {group.size}: {strange[0]} are no experts as we know them")
     return found
@@ -383,7 +391,10 @@ def _instantiate(
     quantization: Quantization,
     scheme: Scheme | None,
 ) -> tuple[PreTrainedModel, tuple[str, ...], ShippedCodes | None]:
-    """The model, parts that it is served without, and what it has quantized. scheme: see shipped_scheme."""
+    """The model, on the host, parts that it is served without, and what it has quantized. scheme: see shipped_scheme.
+
+    device: of bitsandbytes' layers.
+    """
     options = bitsandbytes_options(config, dtype, device) if quantization == "nf4" else {}
     codes: ShippedCodes | None = None
     try:
@@ -414,8 +425,6 @@ def _instantiate(
     left_out = _keep_text_alone(model)
     if quantization == "nf4":
         keep_as_made(model)
-    else:
-        model = model.to(device)
     model.eval().requires_grad_(False)
     return model, left_out, codes
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from manylora_worker.models.checkpoint import ModelRefused
+from manylora_worker.models.checkpoint import ModelRefused, Quantization
 from manylora_worker.models.layers.lora_linear import LoraLinear
 from manylora_worker.models.layers.mixture import LoraExperts
 from manylora_worker.models.quantized import int4
 from manylora_worker.models.quantized.fp8 import Fp8Linear, joined, quantize
-from manylora_worker.models.quantized.stacks import put_stack, quantized_stack
+from manylora_worker.models.quantized.stacks import QuantizedStack, nf4_stack, put_stack, quantized_stack
 from manylora_worker.models.ranks.group import RankGroup
 
 if TYPE_CHECKING:
@@ -57,13 +57,24 @@ def quantize_to_fp8(model: PreTrainedModel, shipped: ShippedCodes | None, group:
         module.base = Fp8Linear(weight, linear.bias)
 
 
-def quantize_experts(model: PreTrainedModel, group: RankGroup | None) -> None:
-    # of an unquantized checkpoint, whose mixtures are ours already; a rank's share has the scales of the whole
-    for module in model.modules():
-        if isinstance(module, LoraExperts) and isinstance(module.gate_up, nn.Parameter):
-            put_stack(module, "gate_up", quantized_stack(module.gate_up.data))
-        if isinstance(module, LoraExperts) and isinstance(module.down, nn.Parameter):
-            put_stack(module, "down", quantized_stack(module.down.data, group))
+def quantize_experts(model: PreTrainedModel, quantization: Quantization, group: RankGroup | None) -> None:
+    """Raises ModelRefused."""
+    # of an unquantized checkpoint, whose mixtures are ours already; in FP8 a rank's share has the scales of the whole
+    for path, module in model.named_modules():
+        for name in ("gate_up", "down") if isinstance(module, LoraExperts) else ():
+            weight = getattr(module, name)
+            if isinstance(weight, nn.Parameter) and quantization == "nf4":
+                put_stack(module, name, to_nf4(f"{path}.{name}", weight.data, weight.device, weight.device))
+            elif isinstance(weight, nn.Parameter):
+                put_stack(module, name, quantized_stack(weight.data, group if name == "down" else None))
+
+
+def to_nf4(path: str, stack: Tensor, by: torch.device, on: torch.device) -> QuantizedStack:
+    """See nf4_stack. Raises ModelRefused."""
+    try:
+        return nf4_stack(stack, by, on)
+    except ValueError as error:
+        raise ModelRefused(f"{path}: nf4: {error} (start with --quantization none or fp8)") from None
 
 
 def keep_int4(model: PreTrainedModel, shipped: ShippedCodes) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import BitsAndBytesConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from manylora_worker.models.checkpoint import (
@@ -20,7 +21,13 @@ from manylora_worker.models.checkpoint import (
 )
 from manylora_worker.models.experts import find_experts, modules_of
 from manylora_worker.models.linears import head_modules_of, linear_modules
-from manylora_worker.models.quantized.install import ShippedCodes, keep_int4, quantize_to_fp8, quantize_to_nf4
+from manylora_worker.models.quantized.install import (
+    ShippedCodes,
+    keep_int4,
+    quantize_to_fp8,
+    quantize_to_nf4,
+    to_nf4,
+)
 from manylora_worker.models.quantized.schemes import Scheme
 from manylora_worker.models.quantized.shipped import Paths, check_modules, read_shipped
 from manylora_worker.models.quantized.stacks import KERNELS_INPUTS, QuantizedStack, put_stack, stacks_in
@@ -66,7 +73,7 @@ def from_shipped(
 
 
 def bitsandbytes_options(config: PretrainedConfig, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """Of from_pretrained, for NF4."""
+    """Of from_pretrained, for NF4. Raises ModelRefused."""
     nf4 = {
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",
@@ -77,6 +84,13 @@ def bitsandbytes_options(config: PretrainedConfig, dtype: torch.dtype, device: s
     stated = getattr(config, "quantization_config", None)
     if stated is None:
         return options | {"quantization_config": BitsAndBytesConfig(**nf4)}
+    with torch.device("meta"):
+        mixtures = find_experts(class_of(config).from_config(config))
+    if mixtures:
+        raise ModelRefused(
+            f"{config.model_type}: {mixtures[0].stack}: a mixture of experts that bitsandbytes has quantized is not "
+            "served: take the model's unquantized weights with --quantization nf4, which quantizes them as it loads"
+        )
     stated["bnb_4bit_compute_dtype"] = nf4["bnb_4bit_compute_dtype"]  # its weights are in 4 bits already
     return options
 
@@ -88,6 +102,16 @@ def keep_as_made(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False
+
+
+def experts_to_nf4(model: PreTrainedModel, by: torch.device, on: torch.device) -> None:
+    """by: the device that computes; on: the one that keeps them. Raises ModelRefused."""
+    # On the way to a device, which so never has them all as they were. gpt-oss's are to be turned first: it has them.
+    for found in find_experts(model):
+        experts = model.get_submodule(found.stack)
+        for name, stack in stacks_in(experts).items() if not found.shape.in_turn else ():
+            assert isinstance(stack, Tensor)
+            put_stack(experts, name, to_nf4(f"{found.stack}.{name}", stack.data, by, on))
 
 
 def quantize(
@@ -102,11 +126,9 @@ def quantize(
         keep_int4(model, codes)
 
 
-def check_experts(model: PreTrainedModel, quantization: Quantization, known: bool, strange: Sequence[str]) -> None:
+def check_experts(model: PreTrainedModel, quantization: Quantization, strange: Sequence[str]) -> None:
     """strange: paths of experts that are not ours. Raises ModelRefused."""
     model_type = model.config.model_type
-    if known and quantization == "nf4":
-        raise ModelRefused(f"{model_type}: a mixture of experts is not served with --quantization {quantization}")
     stacks = ((path, each) for path in strange for each in stacks_in(model.get_submodule(path)).values())
     path = next((path for path, each in stacks if len(each.shape) > 2), "")
     if quantization != "none" and path:

@@ -1,4 +1,4 @@
-"""The weights of a layer's experts, one behind the other in a tensor of codes: FP8, or 4 bits."""
+"""The weights of a layer's experts, one behind the other in a tensor of codes: FP8, or 4 bits (int4, NF4)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from manylora_worker.models.cuda.kernels.nf4_format import BLOCK_SIZE, Nf4Weight, dequantize_reference, quantize
 from manylora_worker.models.quantized.fp8 import Fp8Weight, codes_of, scales_of
 from manylora_worker.models.quantized.int4 import Int4Weight
 from manylora_worker.models.quantized.schemes import FP8
@@ -19,14 +20,17 @@ KERNELS_INPUTS = 32
 class QuantizedStack(nn.Module):
     """[experts, out, in]. Immutable."""
 
-    # Its parts are codes, scales and, of 4 bits, shifts, as Fp8Weight and Int4Weight have them, with the experts ahead.
+    # Its parts are codes, scales and, of int4, shifts, as Fp8Weight, Int4Weight and Nf4Weight have them, experts ahead.
     # Of FP8 `inputs_of_scale` have one scale (0: all); what is rebuilt is of `dtype`.
     codes: Tensor
     scales: Tensor
     shifts: Tensor | None
 
-    def __init__(self, parts: Sequence[Tensor], inputs_of_scale: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, parts: Sequence[Tensor], inputs_of_scale: int, dtype: torch.dtype, *, is_nf4: bool = False
+    ) -> None:
         super().__init__()
+        self.is_nf4 = is_nf4
         codes, scales, *shifts = parts
         for name, part in (("codes", codes), ("scales", scales), ("shifts", shifts[0] if shifts else None)):
             is_there = part is not None and (name != "shifts" or bool(part.any()))
@@ -65,6 +69,8 @@ class QuantizedStack(nn.Module):
         codes, scales = self.codes[expert], self.scales[expert]
         if self.is_fp8:
             return Fp8Weight(codes, scales, self.group_size).dequantized(self.dtype)
+        if self.is_nf4:
+            return dequantize_reference(Nf4Weight(codes, scales), self.dtype)
         shifts = None if self.shifts is None else self.shifts[expert]
         return Int4Weight(codes, scales, shifts, self.group_size).dequantized(self.dtype)
 
@@ -80,6 +86,19 @@ def quantized_stack(weight: Tensor, group: RankGroup | None = None) -> Quantized
     for expert, own in enumerate(weight):
         codes[expert] = codes_of(own, scales[expert])
     return QuantizedStack((codes, scales), 0, weight.dtype)
+
+
+def nf4_stack(weight: Tensor, by: torch.device, on: torch.device) -> QuantizedStack:
+    """[experts, out, in], to NF4 as nf4_format.quantize. by: the device that computes; on: the one that keeps it.
+    Raises ValueError for inputs that are no whole blocks.
+    """
+    experts, outputs, inputs = weight.shape
+    codes = torch.empty(experts, outputs, inputs // 2, dtype=torch.uint8, device=on)
+    scales = torch.empty(experts, outputs, inputs // BLOCK_SIZE, device=on)
+    for expert, own in enumerate(weight):  # each is a weight of its own, and the device has no more of them at once
+        found = quantize(own.to(by))
+        codes[expert], scales[expert] = found.codes, found.absmax
+    return QuantizedStack((codes, scales), BLOCK_SIZE, weight.dtype, is_nf4=True)
 
 
 def stacks_in(experts: nn.Module) -> dict[str, Tensor | QuantizedStack]:

@@ -127,11 +127,12 @@ def _stack_share(path: str, stack: QuantizedStack, config: PretrainedConfig, gro
     """Raises ModelRefused."""
     if is_summed(path):
         flat = [each.flatten(0, 1) for each in stack.parts]
-        parts = [each.unflatten(0, stack.shape[:2]) for each in _codes_share(path, flat, stack.group_size, group)]
+        share = _codes_share(path, flat, stack.group_size, group, in_blocks=stack.is_nf4)
+        parts = [each.unflatten(0, stack.shape[:2]) for each in share]
     else:
         own = own_outputs(path, stack.shape[1], config, group)
         parts = [_rows(each, own, 1) for each in stack.parts]
-    return QuantizedStack(parts, stack.group_size, stack.dtype)
+    return QuantizedStack(parts, stack.group_size, stack.dtype, is_nf4=stack.is_nf4)
 
 
 class _OwnHeads:
@@ -157,17 +158,19 @@ def cut_codes(shipped: ShippedCodes, config: PretrainedConfig, group: RankGroup)
     return replace(shipped, by_path=by_path)
 
 
-def _codes_share(path: str, parts: Sequence[Tensor], size: int, group: RankGroup) -> tuple[Tensor, ...]:
-    # `size` inputs have one scale, where not all have
+def _codes_share(
+    path: str, parts: Sequence[Tensor], size: int, group: RankGroup, *, in_blocks: bool = False
+) -> tuple[Tensor, ...]:
+    # `size` inputs have one scale, where not all have; in_blocks: no fewer ever have one
     codes, *scales = parts
     in_column = 2 if codes.dtype is torch.uint8 else 1  # of 4 bits
     inputs = codes.shape[1] * in_column
     mine = inputs // group.size
-    has_groups = scales[0].shape[1] > 1
+    has_groups = in_blocks or scales[0].shape[1] > 1
     if mine % in_column or (has_groups and mine % size):
         raise ModelRefused(
             f"--tensor-parallel {group.size}: {path}: {mine} of its {inputs} inputs a rank are no whole groups of "
-            f"{size if has_groups else in_column}: start without --quantization, which rebuilds the weights"
+            f"{size if has_groups else in_column}: start without --quantization, which takes whole weights"
         )
     return (_columns(codes, group), *(_columns(each, group) if has_groups else each for each in scales))
 

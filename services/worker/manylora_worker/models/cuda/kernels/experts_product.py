@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from manylora_worker.models.cuda.kernels.experts_route import Groups, most_tiles
+from manylora_worker.models.cuda.kernels.nf4 import int32_tensor
+from manylora_worker.models.cuda.kernels.nf4_format import CODEBOOK
+from manylora_worker.models.cuda.kernels.nf4_lookup import PAIR_BITS, byte_values, register_words
 from manylora_worker.models.decoder.weights import ExpertActivation
 from manylora_worker.models.layers.mixture import CLAMP_ALPHA, CLAMP_LIMIT
 from manylora_worker.models.quantized.stacks import QuantizedStack
@@ -96,14 +102,17 @@ def _product_kernel(
 
 @triton.jit
 def _add_codes(
-    acc, x, odd, w_at, scales_at, shifts_at, w_mask, column_mask, FOUR_BITS: tl.constexpr, GROUPED: tl.constexpr,
-    SHIFTED: tl.constexpr,
+    acc, x, odd, w_at, scales_at, shifts_at, table_ptr, lookup, w_mask, column_mask, FOUR_BITS: tl.constexpr,
+    NF4: tl.constexpr, GROUPED: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """acc [BLOCK_M, BLOCK_N] + x times a block of a weight. odd: 4 bits' other inputs, of which x has every second."""
     w = tl.load(w_at, mask=w_mask, other=0.0)
     if FOUR_BITS:
-        high = ((w >> 4).to(tl.int8) - 8).to(x.dtype)
-        low = ((w & 15).to(tl.int8) - 8).to(x.dtype)
+        if NF4:
+            high, low = byte_values(w, table_ptr, lookup, x.dtype)
+        else:
+            high = ((w >> 4).to(tl.int8) - 8).to(x.dtype)
+            low = ((w & 15).to(tl.int8) - 8).to(x.dtype)
         part = tl.dot(odd, low, tl.dot(x, high, input_precision="ieee"), input_precision="ieee")
     elif GROUPED:
         part = tl.dot(x, w.to(x.dtype), input_precision="ieee")
@@ -119,13 +128,13 @@ def _add_codes(
 
 @triton.jit
 def _codes_kernel(
-    x_ptr, w_ptr, scales_ptr, shifts_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, count_ptr, stride_out,
-    N: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, FOUR_BITS: tl.constexpr,
-    SHIFTED: tl.constexpr, PAIRS_A_ROW: tl.constexpr, HALVES: tl.constexpr, BIAS: tl.constexpr, GATES: tl.constexpr,
-    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, w_ptr, scales_ptr, shifts_ptr, table_ptr, lookup_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, count_ptr,
+    stride_out, N: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    FOUR_BITS: tl.constexpr, NF4: tl.constexpr, SHIFTED: tl.constexpr, PAIRS_A_ROW: tl.constexpr, HALVES: tl.constexpr,
+    BIAS: tl.constexpr, GATES: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As _product_kernel, of a weight in codes: they become x's type in registers, where e4m3 and 4 bits are exact."""
+    """As _product_kernel, of a weight in codes: they become x's type in registers, e4m3 and integers exactly."""
     # Here x is the matrix unit's first operand. The ptxas of Triton 3.6 miscompiles Hopper's wgmma where its first
     # operand lies in registers in a pipelined loop, as converted codes do; its second one never does. Tiles of fewer
     # than 64 pairs, as decoding has them, are too small for wgmma: mma.sync, which they take, is compiled rightly.
@@ -142,6 +151,9 @@ def _codes_kernel(
     x_rows = x_ptr + (pairs // PAIRS_A_ROW).to(tl.int64)[:, None] * K
     w_rows = expert * (HALVES * N) + columns.to(tl.int64)
     PACKED: tl.constexpr = 2 if FOUR_BITS else 1  # inputs of a code's byte
+    lookup = (0, 0, 0, 0)
+    if NF4:
+        lookup = (tl.load(lookup_ptr), tl.load(lookup_ptr + 1), tl.load(lookup_ptr + 2), tl.load(lookup_ptr + 3))
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     second = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
@@ -156,12 +168,14 @@ def _codes_kernel(
         w_at = w_ptr + w_rows[None, :] * (K // PACKED) + ks[:, None]
         group = w_rows * GROUPS + k // GROUP_SIZE
         acc = _add_codes(
-            acc, x, odd, w_at, scales_ptr + group, shifts_ptr + group, w_mask, column_mask, FOUR_BITS, GROUPED, SHIFTED
-        )
+            acc, x, odd, w_at, scales_ptr + group, shifts_ptr + group, table_ptr, lookup, w_mask, column_mask,
+            FOUR_BITS, NF4, GROUPED, SHIFTED,
+        )  # fmt: skip
         if HALVES == 2:
             second = _add_codes(
                 second, x, odd, w_at + N * (K // PACKED), scales_ptr + group + N * GROUPS,
-                shifts_ptr + group + N * GROUPS, w_mask, column_mask, FOUR_BITS, GROUPED, SHIFTED,
+                shifts_ptr + group + N * GROUPS, table_ptr, lookup, w_mask, column_mask, FOUR_BITS, NF4, GROUPED,
+                SHIFTED,
             )  # fmt: skip
     if not GROUPED:
         acc *= tl.load(scales_ptr + w_rows, mask=column_mask, other=0.0)[None, :]
@@ -178,6 +192,12 @@ def _codes_kernel(
     tl.store(at, acc, mask=out_mask)
     if HALVES == 2 and not GATES:
         tl.store(at + N, second, mask=out_mask)
+
+
+@cache
+def _nf4_tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """For byte_values."""
+    return torch.tensor(CODEBOOK, device=device), int32_tensor(register_words(PAIR_BITS), device)
 
 
 def tile_pairs(pairs: int, num_experts: int) -> int:
@@ -219,13 +239,14 @@ def grouped_product(
         num_groups, size = weight.scales.shape[2], weight.group_size
         if num_groups > 1:
             block_k = min(block_k, size & -size)  # within a group
+        tables = _nf4_tables(x.device) if weight.is_nf4 else (None, None)
         codes = (weight.codes, weight.scales, weight.scales if weight.shifts is None else weight.shifts)
         _codes_kernel[grid](
-            x, *codes, bias, out, groups.order, groups.tiles, groups.count, out.stride(0), N=n, K=k, GROUPS=num_groups,
-            GROUP_SIZE=size, FOUR_BITS=not weight.is_fp8, SHIFTED=weight.shifts is not None, PAIRS_A_ROW=pairs_a_row,
-            HALVES=halves, BIAS=bias is not None, GATES=gates is not None, ACTIVATION=gates or "silu",
-            BLOCK_M=groups.block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, PDL=pdl, num_warps=warps,
-            launch_pdl=pdl,
+            x, *codes, *tables, bias, out, groups.order, groups.tiles, groups.count, out.stride(0), N=n, K=k,
+            GROUPS=num_groups, GROUP_SIZE=size, FOUR_BITS=not weight.is_fp8, NF4=weight.is_nf4,
+            SHIFTED=weight.shifts is not None, PAIRS_A_ROW=pairs_a_row, HALVES=halves, BIAS=bias is not None,
+            GATES=gates is not None, ACTIVATION=gates or "silu", BLOCK_M=groups.block_m, BLOCK_N=block_n,
+            BLOCK_K=block_k, STAGES=stages, PDL=pdl, num_warps=warps, launch_pdl=pdl,
         )  # fmt: skip
         return
     _product_kernel[grid](

@@ -267,7 +267,7 @@ class TileWorkspace:
         self.arrivals = torch.zeros(_PROGRAMS_WANTED, dtype=torch.int32, device=device)
         self.codebook = torch.tensor(values, dtype=torch.float32, device=device)
         bits = tuple(bf16_bits(value) for value in values)
-        self.lookup = _int32_tensor(register_words(bits), device)
+        self.lookup = int32_tensor(register_words(bits), device)
         self.pairs_asm = scaled_pairs_asm(bits)
 
 
@@ -276,10 +276,10 @@ class Nf4Workspace(TileWorkspace):
         super().__init__(device, CODEBOOK)
         self.rows = Nf4Rows.where_it_runs(PAIR_BITS, device)  # None where the Triton kernels have to do its work
         self.reduction_codebook = torch.tensor(REDUCTION_CODEBOOK, dtype=torch.float32, device=device)
-        self.reduction_lookup = _int32_tensor(register_words(REPEATED_BITS), device)
+        self.reduction_lookup = int32_tensor(register_words(REPEATED_BITS), device)
 
 
-def _int32_tensor(words: list[int], device: torch.device) -> Tensor:
+def int32_tensor(words: list[int], device: torch.device) -> Tensor:
     signed = [word - (1 << 32) if word >> 31 else word for word in words]
     return torch.tensor(signed, dtype=torch.int32, device=device)
 

@@ -96,9 +96,24 @@ def scaled_pairs_asm(entries: tuple[int, ...]) -> str:
     return "{ " + " ".join(lines) + " }"
 
 
+# of the high bits of two neighbours of four bytes, and of their low bits
+_BYTE_SELECTORS = (0x7351, 0x6240)
+
+
+def _bytes_asm() -> str:
+    # $0, $1: bf16 of the high bits of the four bytes $4; $2, $3: of the low bits. A table word comes four times, once a
+    # byte: $5, $9, $13 and $17 are `register_words`.
+    lines = _lookup_asm(PAIR_BITS, "$4", ("$5", "$9", "$13", "$17"))
+    for i, selector in enumerate(_BYTE_SELECTORS):
+        lines += [f"prmt.b32 ${2 * i + half}, l{half}, h{half}, {selector:#06x};" for half in (0, 1)]
+    return "{ " + " ".join(lines) + " }"
+
+
 FLOATS_ASM = tl.constexpr(_floats_asm())
 FLOATS_CONSTRAINTS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 5))
 PAIRS_CONSTRAINTS = tl.constexpr(",".join(["=h"] * 8 + ["r"] * 6))
+_BYTES_ASM = tl.constexpr(_bytes_asm())
+_BYTES_CONSTRAINTS = tl.constexpr(",".join(["=r"] * 4 + ["r"] * 17))
 
 
 @triton.jit
@@ -114,6 +129,19 @@ def table_values(words, table_ptr):
         tl.load(table_ptr + ((words >> 28) & 15)),
         tl.load(table_ptr + ((words >> 24) & 15)),
     )
+
+
+@triton.jit
+def byte_values(codes, table_ptr, lookup, dtype: tl.constexpr):
+    """What the high and the low bits of uint8 codes stand for. lookup: `register_words`, which bf16 takes."""
+    if dtype == tl.bfloat16:
+        high, low = tl.inline_asm_elementwise(
+            _BYTES_ASM, _BYTES_CONSTRAINTS, [codes, lookup[0], lookup[1], lookup[2], lookup[3]],
+            dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        high, low = tl.load(table_ptr + (codes >> 4)).to(dtype), tl.load(table_ptr + (codes & 15)).to(dtype)
+    return high, low
 
 
 @triton.jit
