@@ -20,24 +20,25 @@ from manylora_worker.models.loader import LoadedModel, load_model
 from manylora_worker.models.quantized.int4 import Int4Linear
 from manylora_worker.models.quantized.linear import QuantizedLinear
 from manylora_worker.models.quantized.stacks import QuantizedStack
-from manylora_worker.models.ranks.cuts import SHARED_FAMILIES
 from manylora_worker.models.torch import decoder
 from manylora_worker.models.torch.kv_scales import with_fp8_kv
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 
-from tests.numerics.families import UNLIKE, make_model
+from tests.numerics.families import make_model
 from tests.numerics.published import PUBLISHED_HYBRIDS
 from tests.numerics.quantizing import ship
+from tests.numerics.test_checkpoint import published
 
 DENSE = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "ministral"),
-    *("smollm3", "exaone4", "seed_oss"),
+    *("smollm3", "exaone4", "seed_oss", "granitemoehybrid"),
 )
-MIXTURES = ("qwen3_moe", "gpt_oss")
+MIXTURES = ("qwen3_moe", "gpt_oss", "mixtral", "qwen2_moe")
 HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 GEMMA4 = ("gemma4_text", "gemma4_wide")
-NEW = sorted({"gemma4_moe_wide", "ministral3"} & (SHARED_FAMILIES | UNLIKE.keys()))  # where kernels have them
-WITHOUT_KERNELS = ("olmo2", "olmo3", "glm4_moe")
+NEW = ("gemma4_moe_wide", "ministral3")
+WITHOUT_KERNELS = ("olmo2", "olmo3", "glm4_moe", "olmoe")
 
 
 def shape(folder: Path, quantization: str = "none", ranks: int = 1) -> Shape:
@@ -190,6 +191,19 @@ def test_a_text_part_is_tied_where_the_whole_model_alone_says_so() -> None:
     assert untied - tied == 2 * 64 * 131
     own = TIED["text_config"] | {"tie_word_embeddings": False}  # type: ignore[operator]
     assert shape_of(TIED | {"tie_word_embeddings": True, "text_config": own}, "qwen").weight_bytes == untied
+
+
+@pytest.mark.parametrize(
+    "name", ["mistral-small-3.2", "ministral-3-8b", "qwen2.5-vl-7b", "qwen3-vl-8b", "qwen3-vl-30b-a3b"]
+)
+def test_of_a_model_of_text_and_images_the_text_part_is_planned(name: str, tmp_path: Path) -> None:
+    published(name, tmp_path / name, of=AutoModelForImageTextToText)
+    loaded = load_model(str(tmp_path / name), dtype=torch.bfloat16)
+    found = shape_of(PUBLISHED_HYBRIDS[name], name)
+    assert has_kernels(loaded)
+    assert found.weight_bytes == weight_bytes(loaded)
+    assert found.kv_token_bytes == loaded.spec.kv.token_bytes(torch.bfloat16)
+    assert found.rank_bytes == adapter_bytes(loaded)
 
 
 def test_a_mixture_without_dense_layers_needs_no_width_of_them() -> None:

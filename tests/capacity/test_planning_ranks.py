@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from manylora.capacity.planning import parts
 from manylora.capacity.planning.shapes import CannotPlan
 from manylora_worker.models import loader
 from manylora_worker.models.checkpoint import ModelRefused
@@ -136,3 +137,9 @@ def test_what_a_worker_refuses_to_share_is_refused(family: str, size: int, tmp_p
     else:
         assert bool(by_plan) != all(map(has_kernels, ranks_of(tmp_path, size)))
         assert not by_plan or "runs without our kernels there" in by_plan
+
+
+def test_families_that_a_worker_does_not_share() -> None:
+    flat = {"qwen2_vl", "qwen2_5_vl"}  # as older folders name their text parts
+    assert parts._FAMILIES.keys() - SHARED_FAMILIES == parts.UNSHARED
+    assert flat < parts.UNSHARED

@@ -179,7 +179,7 @@ def _mistral3(model_type: str, **text: Any) -> dict[str, Any]:
     return {
         "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "image_token_index": 10,
         "multimodal_projector_bias": False, "projector_hidden_act": "gelu", "spatial_merge_size": 2,
-        "vision_feature_layer": -1, "text_config": {
+        "vision_feature_layer": -1, "tie_word_embeddings": False, "text_config": {
             **_SIZES, "model_type": model_type, "attention_dropout": 0.0, "head_dim": 24, "hidden_act": "silu",
             "rms_norm_eps": 1e-5, "sliding_window": None, **text,
         },

@@ -82,20 +82,28 @@ class _Family:
     is_fused: bool = False  # one product for queries, keys and values, and one for gate and up
     is_gated: bool = False  # queries have a gate each
     has_experts: bool = False
+    has_shared_expert: bool = False
 
 
 _PLAIN = _Family()
 _GEMMA = _Family(is_tied=True, head_dim=256)
 _QWEN35 = _Family(norms_heads=True, head_dim=256, is_gated=True)
-_QWEN35_MOE = _Family(norms_heads=True, head_dim=256, is_gated=True, has_experts=True)
+_QWEN35_MOE = _Family(norms_heads=True, head_dim=256, is_gated=True, has_experts=True, has_shared_expert=True)
+_QWEN2 = _Family(is_biased=True, biases_output=False)
+_QWEN3 = _Family(norms_heads=True, head_dim=128)
+_QWEN3_MOE = _Family(norms_heads=True, has_experts=True)
 _GEMMA4 = "gemma4_text"
 GPT_OSS = "gpt_oss"
 _QWEN3_NEXT = "qwen3_next"
+_MIXTRAL = "mixtral"
+_GRANITE4 = "granitemoehybrid"
+_BIASED = ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")  # queries, keys, values
 _FAMILIES: Mapping[str, _Family] = {
-    **dict.fromkeys(("llama", "mistral", "ministral", "granite"), _PLAIN),
-    "qwen2": _Family(is_biased=True, biases_output=False),
+    **dict.fromkeys(("llama", "mistral", "ministral", "granite", "cwm", _GRANITE4), _PLAIN),
+    **dict.fromkeys(_BIASED, _QWEN2),
+    "qwen2_moe": _Family(is_biased=True, biases_output=False, has_experts=True, has_shared_expert=True),
     "seed_oss": _Family(is_biased=True, biases_output=False, head_dim=128),
-    "qwen3": _Family(norms_heads=True, head_dim=128),
+    **dict.fromkeys(("qwen3", "qwen3_vl_text"), _QWEN3),
     "ministral3": _Family(head_dim=128),
     "smollm3": _Family(is_tied=True),
     "exaone4": _Family(norms_heads=True),
@@ -104,12 +112,15 @@ _FAMILIES: Mapping[str, _Family] = {
     "gemma2": _Family(norms=4, is_tied=True, head_dim=256),
     "gemma3_text": _Family(norms=4, norms_heads=True, is_tied=True, head_dim=256),
     _GEMMA4: _Family(norms=4, norms_heads=True, is_tied=True, head_dim=256),
-    "qwen3_moe": _Family(norms_heads=True, has_experts=True),
+    **dict.fromkeys(("qwen3_moe", "qwen3_vl_moe_text"), _QWEN3_MOE),
+    _MIXTRAL: _Family(has_experts=True),
     GPT_OSS: _Family(is_biased=True, head_dim=64, has_experts=True),
     "qwen3_5_text": _QWEN35,
     "qwen3_5_moe_text": _QWEN35_MOE,
     _QWEN3_NEXT: _QWEN35_MOE,
 }
+# Those that a worker does not share among ranks.
+UNSHARED = frozenset({GPT_OSS, _MIXTRAL, "qwen2_moe", "cwm", *_BIASED[2:], "qwen3_vl_text", "qwen3_vl_moe_text"})
 # of a family that is not among them: what its layers have that a dense model's have not
 _UNLIKE = {
     "num_experts": "a mixture of experts",
@@ -121,6 +132,7 @@ _UNLIKE = {
 }
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _SLIDING = "sliding_attention"
+_ATTENTION = "attention"  # Granite 4's
 _KERNELS_OUTPUTS = 8  # of a delta net's layer, at whose multiples each begins
 _DELTA_NET = "linear_attn"
 
@@ -132,7 +144,7 @@ def parts_of(config: Mapping[str, Any]) -> Parts:
         raise BadConfig(f"text_config: must be an object, not {text!r}")
     kind = text.get("model_type", "llama")
     family = _FAMILIES.get(kind)
-    if family is None:
+    if family is None or (kind == _GRANITE4 and text.get("num_local_experts")):
         reason = next((reason for key, reason in _UNLIKE.items() if text.get(key)), "runs without our kernels on a GPU")
         raise BadConfig(f"{kind}: {reason}: not planned for")
     root = "model" if text is config else "model.language_model"
@@ -187,6 +199,8 @@ class _Reader:
                 self._attention(self._kv_heads, self._head_dim)
             if self._has_experts(layer):
                 self._mixture()
+            elif self._kind == _GRANITE4:
+                self._granite_mlp()
             else:  # also beside Gemma 4's experts
                 doubles = self._text.get("use_double_wide_mlp") and layer >= shared_from > 0
                 self._mlp("mlp", self._number("intermediate_size") * (2 if doubles else 1))
@@ -209,7 +223,7 @@ class _Reader:
             return [_FULL] * self._layers
         if not isinstance(kinds, list) or len(kinds) < self._layers:
             raise BadConfig(f"layer_types: must name each of {self._layers} layers")
-        known = {_FULL, _SLIDING, *([_LINEAR] if self._family.is_gated else [])}
+        known = {_FULL, _SLIDING, _ATTENTION, *([_LINEAR] if self._family.is_gated else [])}
         strange = next((kind for kind in kinds if kind not in known), None)
         if strange is not None:
             raise BadConfig(f"layer_types: {strange!r} is not planned for")
@@ -238,7 +252,7 @@ class _Reader:
     def _attention(self, kv_heads: int, head_dim: int, *, has_keys: bool = True, has_values: bool = True) -> None:
         family, found, hidden = self._family, self._found, self._hidden
         queries, keys = self._heads * head_dim, kv_heads * head_dim
-        is_biased = bool(self._text.get("attention_bias", family.is_biased)) or self._kind == "qwen2"
+        is_biased = bool(self._text.get("attention_bias", family.is_biased)) or self._kind in _BIASED
         own = {"k_proj": keys if has_keys else 0, "v_proj": keys if has_keys and has_values else 0}
         if family.is_fused:
             self._read("self_attn", {"qkv_proj": queries + sum(own.values())}, is_biased=is_biased)
@@ -283,6 +297,12 @@ class _Reader:
         self._count("linear_num_key_heads", key_heads)
         self._count("linear_num_value_heads", heads)
 
+    def _granite_mlp(self) -> None:
+        width, hidden = self._number("shared_intermediate_size"), self._hidden
+        self._read("shared_mlp", {"input_linear": 2 * width})
+        self._add("shared_mlp.output_linear", width, hidden, Cut.INPUTS)
+        self._count("shared_intermediate_size", width)
+
     def _mlp(self, module: str, width: int) -> None:
         is_biased, hidden = bool(self._text.get("mlp_bias")), self._hidden
         outputs = {"gate_up_proj": 2 * width} if self._family.is_fused else {"gate_proj": width, "up_proj": width}
@@ -309,10 +329,11 @@ class _Reader:
 
     def _mixture(self) -> None:
         found, hidden, is_biased = self._found, self._hidden, self._kind == GPT_OSS
-        self._experts("mlp.experts", "intermediate_size" if is_biased else "moe_intermediate_size", is_biased=is_biased)
+        width = "intermediate_size" if self._kind in (GPT_OSS, _MIXTRAL) else "moe_intermediate_size"
+        self._experts("mlp.experts", width, is_biased=is_biased)
         found.top_k = self._number("num_experts_per_tok")
         found.others += found.num_experts * (hidden + (1 if is_biased else 0))
-        if self._family.is_gated:
+        if self._family.has_shared_expert:
             shared = self._number("shared_expert_intermediate_size")
             found.widths["shared_expert_intermediate_size", shared] = None
             self._mlp("mlp.shared_expert", shared)

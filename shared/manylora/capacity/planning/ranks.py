@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from manylora.capacity.planning.parts import GPT_OSS, BadConfig, Cut, Parts, Product, check_kernels
+from manylora.capacity.planning.parts import UNSHARED, BadConfig, Cut, Parts, Product, check_kernels
 
 _WIDTHS = 8  # an adapter's matrices of experts begin at multiples of it
 
@@ -12,7 +12,7 @@ _WIDTHS = 8  # an adapter's matrices of experts begin at multiples of it
 def share_of(parts: Parts, ranks: int) -> Parts:
     """The first rank's. `vocab` is what it has of the output head. Raises BadConfig where the worker refuses it."""
     option = f"--tensor-parallel {ranks}"
-    if parts.kind == GPT_OSS:
+    if parts.kind in UNSHARED:
         raise BadConfig(f"{option}: model_type {parts.kind} is not one that can be shared among ranks")
     odd = [f"{name} {count}" for name, count in parts.counts if count % ranks]
     odd += [f"{name} {width} into multiples of {_WIDTHS}" for name, width in parts.widths if width % (ranks * _WIDTHS)]
