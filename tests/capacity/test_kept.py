@@ -93,9 +93,9 @@ def test_a_mixture_is_there_unquantized_before_it_is_in_fp8() -> None:
     made, shipped = Kept("fp8"), Kept("fp8", 128, is_shipped=True)
     assert made.load_bytes(STACK) == Kept().num_bytes(STACK)
     assert shipped.load_bytes(STACK) == shipped.num_bytes(STACK)
-    assert shipped.load_bytes(LAYER) == Kept().num_bytes(LAYER)
+    assert shipped.load_bytes(LAYER) == shipped.num_bytes(LAYER)
     assert Kept("nf4").load_bytes(STACK) == Kept("nf4").num_bytes(STACK)
-    assert Kept("nf4").load_bytes(LAYER) == Kept().num_bytes(LAYER)
+    assert Kept("nf4").load_bytes(LAYER) == Kept("nf4").num_bytes(LAYER)
 
 
 def left(*entries: str, quantization: str = "fp8") -> set[str]:

@@ -52,6 +52,7 @@ from manylora_worker.models.quantized.loading import (
     from_shipped,
     keep_as_made,
     quantize,
+    to_device_but_linears,
 )
 from manylora_worker.models.quantized.schemes import Scheme
 from manylora_worker.models.quantized.stacks import QuantizedStack
@@ -228,10 +229,13 @@ def load_model(
     else:  # on the host: the whole model may be more than one device of several holds
         cut_linears(model, group)
         codes = codes and cut_codes(codes, model.config, group)
-    if not by_bitsandbytes:
+    if quantization == "none":
         model = model.to(device)
+    elif not by_bitsandbytes:
+        to_device_but_linears(model, torch.device(device))
     loaded = prepare_model(
         model,
+        device=torch.device(device),
         name=name or source_name,
         source_name=source_name,
         digest=model_digest(folder) if group is None or group.rank == 0 else "",
@@ -259,6 +263,7 @@ def prepare_model(
     model: PreTrainedModel,
     *,
     name: str,
+    device: torch.device | None = None,
     source_name: str = "",
     digest: str = "",
     quantization: Quantization = "none",
@@ -272,21 +277,21 @@ def prepare_model(
 ) -> LoadedModel:
     """model: instantiated with ATTENTION; with a group, cut. modules: before it was. Raises ModelRefused.
 
+    device: where it is to be; layers that are quantized may come there so. None: where it is.
     max_model_len: the longest context, of adapters with a rotation of their own, too; 0: the model's.
     codes: what the checkpoint has, which fp8 and int4 keep as it is.
     """
-    dtype, device = model.dtype, torch.device(model.device)
+    dtype, device = model.dtype, device or torch.device(model.device)
     _check_states(model)
     modules = modules or linear_modules(model)
     experts = _experts(model, quantization, group)
-    head_modules = head_modules_of(model)
-    all_modules = _module_paths(model)
+    head_modules, all_modules = head_modules_of(model), _module_paths(model)
     switch = LoraSwitch()
-    fused = quantization != "nf4" or device.type == "cuda"
-    sites = install_linears(model, modules, switch, fused=fused, group=group)
+    by_bitsandbytes = quantization == "nf4" and device.type != "cuda"
+    sites = install_linears(model, modules, switch, fused=not by_bitsandbytes, group=group)
     if group is not None:
         cut_head(model, group)
-    _quantize_or_pack(model, quantization, codes, group)
+    _quantize_or_pack(model, quantization, codes, group, device)
     sites += install_mixtures(model, experts, len(sites), switch, group)
     if quantization in ("fp8", "nf4") and codes is None:
         quantize_experts(model, quantization, group)
@@ -333,9 +338,13 @@ def _module_paths(model: PreTrainedModel) -> set[str]:
 
 
 def _quantize_or_pack(
-    model: PreTrainedModel, quantization: Quantization, codes: ShippedCodes | None, group: RankGroup | None
+    model: PreTrainedModel,
+    quantization: Quantization,
+    codes: ShippedCodes | None,
+    group: RankGroup | None,
+    device: torch.device,
 ) -> None:
-    quantize(model, quantization, codes, group)
+    quantize(model, quantization, codes, group, device)
     if quantization == "none" and can_pack(model.dtype, model.device):
         pack_linears(model)
 

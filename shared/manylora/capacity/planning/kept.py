@@ -49,11 +49,10 @@ class Kept:
         return size // 2 + _FLOAT * size // _TILE + shifts + bias
 
     def load_bytes(self, product: Product) -> int:
-        """While a worker starts: what it quantizes is on the device before."""
-        # Shipped experts come in their codes, and those in NF4, but for gpt-oss's, are quantized on their way.
-        is_on_its_way = self.quantization == "nf4" and not product.is_biased
-        comes_in_codes = product.members and (self.is_shipped or is_on_its_way)
-        return self.num_bytes(product) if comes_in_codes else Kept().num_bytes(product)
+        """While a worker starts: most of what it quantizes is so on its way to the device."""
+        # But experts that it makes FP8 of, and gpt-oss's, which are to be turned first.
+        is_before = product.members and not self.is_shipped and (self.quantization == "fp8" or product.is_biased)
+        return Kept().num_bytes(product) if is_before else self.num_bytes(product)
 
     def leaves(self, product: Product) -> bool:
         return (product.path, product.members) in self.left

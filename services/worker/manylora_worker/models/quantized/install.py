@@ -33,13 +33,15 @@ class ShippedCodes:
     inputs_of_scale: int
 
 
-def quantize_to_fp8(model: PreTrainedModel, shipped: ShippedCodes | None, group: RankGroup | None = None) -> None:
+def quantize_to_fp8(
+    model: PreTrainedModel, shipped: ShippedCodes | None, device: torch.device, group: RankGroup | None = None
+) -> None:
     """A rank's share has the scales that the whole would. What a checkpoint in FP8 has is taken as it is.
 
     Raises ModelRefused.
     """
     # So is a layer of which a part is not in FP8: codes that were rebuilt are not made anew.
-    check_device(model.device, "--quantization fp8", "--quantization none or nf4")
+    check_device(device, "--quantization fp8", "--quantization none or nf4")
     for path, module in model.named_modules():
         if not isinstance(module, LoraLinear):
             continue
@@ -49,9 +51,10 @@ def quantize_to_fp8(model: PreTrainedModel, shipped: ShippedCodes | None, group:
         paths = [slot.path for slot in module.site.slots]
         if shipped is not None and not all(each in shipped.by_path for each in paths):
             continue
+        linear.to(device)
         if shipped is not None:
             own = [(codes, scales) for codes, scales in map(shipped.by_path.__getitem__, paths)]
-            weight = joined(own, shipped.inputs_of_scale, linear.weight.device)
+            weight = joined(own, shipped.inputs_of_scale, device)
         else:
             weight = quantize(linear.weight.data, None if module.reduce is None else group)
         module.base = Fp8Linear(weight, linear.bias)
@@ -77,15 +80,15 @@ def to_nf4(path: str, stack: Tensor, by: torch.device, on: torch.device) -> Quan
         raise ModelRefused(f"{path}: nf4: {error} (start with --quantization none or fp8)") from None
 
 
-def keep_int4(model: PreTrainedModel, shipped: ShippedCodes) -> None:
+def keep_int4(model: PreTrainedModel, shipped: ShippedCodes, device: torch.device) -> None:
     """A layer of which a part is not shipped in 4 bits stays as it is. Raises ModelRefused."""
     kernels: Int4Kernels | None = None
-    if model.device.type == "cuda":
+    if device.type == "cuda":
         from manylora_worker.models.cuda.kernels.cuda_module import CudaUnavailable
         from manylora_worker.models.cuda.kernels.int4_product import Int4Kernels
 
         try:
-            kernels = Int4Kernels(model.device)
+            kernels = Int4Kernels(device)
         except CudaUnavailable as error:
             raise ModelRefused(f"--quantization int4: {error} (start without it: weights are rebuilt)") from None
     for path, module in model.named_modules():
@@ -97,7 +100,8 @@ def keep_int4(model: PreTrainedModel, shipped: ShippedCodes) -> None:
         if type(module.base) is not nn.Linear:
             raise ModelRefused(f"{path}: {type(module.base).__name__}: int4 needs a linear layer")
         found = [shipped.by_path[each] for each in paths]
-        weight = int4.joined(found, module.base.weight.device)
+        module.base.to(device)
+        weight = int4.joined(found, device)
         if kernels is not None and weight.group_size % _KERNELS_GROUP:
             raise ModelRefused(
                 f"{path}: groups of {weight.group_size} inputs: int4 takes multiples of {_KERNELS_GROUP} on a GPU "
@@ -115,15 +119,16 @@ def check_device(device: torch.device, option: str, instead: str) -> None:
         )
 
 
-def quantize_to_nf4(model: PreTrainedModel) -> None:
+def quantize_to_nf4(model: PreTrainedModel, device: torch.device) -> None:
     # layer by layer; the head stays as it is
     from manylora_worker.models.cuda.kernels.nf4 import Nf4Linear, Nf4Workspace
     from manylora_worker.models.cuda.kernels.nf4_format import BLOCK_SIZE
 
-    workspace = Nf4Workspace(model.device)
+    workspace = Nf4Workspace(device)
     for path, module in model.named_modules():
         if isinstance(module, LoraLinear):
             linear = module.base
             if type(linear) is not nn.Linear or linear.in_features % BLOCK_SIZE:
                 raise ModelRefused(f"{path}: nf4 needs a linear layer whose inputs are a multiple of {BLOCK_SIZE}")
+            linear.to(device)
             module.base = Nf4Linear.from_weight(linear.weight.data, linear.bias, workspace)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from manylora_worker.models.checkpoint import (
@@ -104,6 +104,15 @@ def keep_as_made(model: PreTrainedModel) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
+def to_device_but_linears(model: PreTrainedModel, device: torch.device) -> None:
+    """All but what `quantize` takes there one by one: a device need not have all layers as they were."""
+    # A mixture's block goes whole: it is tried before.
+    blocks, heads = tuple(f"{found.path}." for found in find_experts(model)), head_modules_of(model)
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or path in heads or path.startswith(blocks):
+            module._apply(lambda tensor: tensor.to(device), recurse=False)
+
+
 def experts_to_nf4(model: PreTrainedModel, by: torch.device, on: torch.device) -> None:
     """by: the device that computes; on: the one that keeps them. Raises ModelRefused."""
     # On the way to a device, which so never has them all as they were. gpt-oss's are to be turned first: it has them.
@@ -115,15 +124,23 @@ def experts_to_nf4(model: PreTrainedModel, by: torch.device, on: torch.device) -
 
 
 def quantize(
-    model: PreTrainedModel, quantization: Quantization, codes: ShippedCodes | None, group: RankGroup | None
+    model: PreTrainedModel,
+    quantization: Quantization,
+    codes: ShippedCodes | None,
+    group: RankGroup | None,
+    device: torch.device,
 ) -> None:
-    if quantization == "nf4" and model.device.type == "cuda":
-        quantize_to_nf4(model)
+    """device: where the model is to be, but for bitsandbytes' layers, which are there."""
+    if quantization == "none" or (quantization == "nf4" and device.type != "cuda"):
+        return
+    if quantization == "nf4":
+        quantize_to_nf4(model, device)
     if quantization == "fp8":
-        quantize_to_fp8(model, codes, group)
+        quantize_to_fp8(model, codes, device, group)
     if quantization == "int4":
         assert codes is not None
-        keep_int4(model, codes)
+        keep_int4(model, codes, device)
+    model.to(device)
 
 
 def check_experts(model: PreTrainedModel, quantization: Quantization, strange: Sequence[str]) -> None:
