@@ -276,7 +276,6 @@ def prepare_model(
     codes: ShippedCodes | None = None,
 ) -> LoadedModel:
     """model: instantiated with ATTENTION; with a group, cut. modules: before it was. Raises ModelRefused.
-
     device: where it is to be; layers that are quantized may come there so. None: where it is.
     max_model_len: the longest context, of adapters with a rotation of their own, too; 0: the model's.
     codes: what the checkpoint has, which fp8 and int4 keep as it is.
