@@ -6,12 +6,12 @@ Every rank makes the same calls in the same order. The sums are the same to the 
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
+from manylora_shared.process.config import set_default
 from torch import Tensor
 
 _LOG = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class RankGroup:
     def __init__(self, rank: int, size: int, device: torch.device, store: Path, *, is_symmetric: bool = True) -> None:
         self._is_symmetric = is_symmetric and device.type == "cuda" and _reach_one_another(device, rank, size)
         if self._is_symmetric:  # NVLink's multicast, which two-shot sums do not use, is not to be had on every host
-            os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+            set_default("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self._symmetric: set[int] = set()
         self.rank = rank
         self.size = size
