@@ -59,9 +59,9 @@ def test_two_gpus_are_what_was_measured_and_a_larger_model_near_it() -> None:
 
 def test_sums_take_longer_with_more_bytes() -> None:
     for gpu in ("H100", "H200"):
-        table, where = sums_us(GPUS[gpu], PACKAGED, WORKERS_SUM_BY)
+        table = sums_us(GPUS[gpu], PACKAGED, WORKERS_SUM_BY)
         assert [us for _, us in table] == sorted(us for _, us in table)
-        assert where == f"as on two {gpu}"
+        assert shared(gpu, REFERENCE).origin.endswith(f"sums over the ranks as on two {gpu}")
 
 
 def test_more_ranks_have_less_each_and_sum_longer() -> None:

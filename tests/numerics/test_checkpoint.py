@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from manylora_worker.models.checkpoint import ModelRefused, sampling_defaults
-from manylora_worker.models.loader import load_model
+from manylora_worker.models.loader import LoadedModel, load_model
 from manylora_worker.models.torch.decoder import trusted_weights
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -49,6 +49,20 @@ def logits_of(model: Any, prompt: list[int]) -> torch.Tensor:
     with torch.no_grad():
         logits: torch.Tensor = model(torch.tensor([prompt])).logits[0, -1]
     return logits
+
+
+def check_plain_and_adapted(loaded: LoadedModel, reference: PreTrainedModel, folder: Path) -> None:
+    """Side by side, in chunks. folder: of an adapter; the reference is left without it."""
+    driver = Driver(make_runner(loaded))
+    streams = [Stream(PROMPT), Stream(PROMPT, put_adapter(driver.runner, loaded, folder))]
+    for _ in range(5):
+        driver.logits(streams, 11)
+    plain, adapted = driver.logits(streams)
+    torch.testing.assert_close(plain, logits_of(reference, PROMPT), atol=1e-4, rtol=0)
+    wrapped = PeftModel.from_pretrained(reference, folder).eval()
+    torch.testing.assert_close(adapted, logits_of(wrapped, PROMPT), atol=1e-4, rtol=0)
+    wrapped.unload()
+    assert not torch.allclose(plain, adapted, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -97,13 +111,7 @@ def test_the_text_part_of_a_model_of_text_and_images(tmp_path: Path, targets: An
     )
     loaded = load_model(str(tmp_path / "gemma"))
     assert not any("vision" in name for name, _ in loaded.model.named_modules())
-    driver = Driver(make_runner(loaded))
-    uid = put_adapter(driver.runner, loaded, folder)
-    plain, adapted = driver.logits([Stream(PROMPT), Stream(PROMPT, uid)])
-    torch.testing.assert_close(plain, logits_of(reference, PROMPT), atol=1e-4, rtol=0)
-    wrapped = PeftModel.from_pretrained(reference, folder).eval()
-    torch.testing.assert_close(adapted, logits_of(wrapped, PROMPT), atol=1e-4, rtol=0)
-    assert not torch.allclose(plain, adapted, atol=1e-2)
+    check_plain_and_adapted(loaded, reference, folder)
 
 
 def folder_with(family: Family, tmp_path: Path, **fields: Any) -> Path:

@@ -11,14 +11,12 @@ from manylora_worker.models.decoder.read import read_decoder
 from manylora_worker.models.loader import load_model
 from manylora_worker.models.torch.decoder import trusted_weights
 from manylora_worker.models.torch.eager_check import check_against_eager
-from peft import PeftModel
 from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
 
 from tests.numerics.adapters import save_adapter
 from tests.numerics.conftest import FamilyOf
-from tests.numerics.driver import Driver, Stream, make_runner, put_adapter
 from tests.numerics.families import _SHAPE
-from tests.numerics.test_checkpoint import PROMPT, logits_of
+from tests.numerics.test_checkpoint import check_plain_and_adapted
 
 
 def test_products_that_are_not_fused_are_not_read(family_of: FamilyOf) -> None:
@@ -43,11 +41,4 @@ def test_granite_4_without_recurrent_layers(tmp_path: Path, positions: str) -> N
     assert weights is not None
     assert weights.has_kernels
     check_against_eager(loaded, _planner(loaded))
-    driver = Driver(make_runner(loaded))
-    streams = [Stream(PROMPT), Stream(PROMPT, put_adapter(driver.runner, loaded, folder))]
-    for _ in range(5):
-        driver.logits(streams, 11)
-    plain, adapted = driver.logits(streams)
-    torch.testing.assert_close(plain, logits_of(reference, PROMPT), atol=1e-4, rtol=0)
-    wrapped = PeftModel.from_pretrained(reference, folder).eval()
-    torch.testing.assert_close(adapted, logits_of(wrapped, PROMPT), atol=1e-4, rtol=0)
+    check_plain_and_adapted(loaded, reference, folder)

@@ -17,7 +17,7 @@ from transformers import AutoModelForImageTextToText
 
 from tests.numerics.adapters import save_adapter
 from tests.numerics.driver import Driver, Stream, make_runner, put_adapter
-from tests.numerics.test_checkpoint import PROMPT, logits_of, published
+from tests.numerics.test_checkpoint import PROMPT, check_plain_and_adapted, logits_of, published
 from tests.numerics.test_shipped import ship
 
 
@@ -32,19 +32,9 @@ def test_the_text_part(name: str, tmp_path: Path) -> None:
     weights = trusted_weights(loaded)
     assert weights is not None
     assert weights.has_kernels
-    driver = Driver(make_runner(loaded))
     for seed, targets in enumerate((r".*language_model.*\.(q_proj|o_proj)", ["q_proj", "v_proj"])):
         folder = save_adapter(reference, tmp_path / f"adapter-{seed}", seed, r=4, lora_alpha=8, target_modules=targets)
-        uid = put_adapter(driver.runner, loaded, folder)
-        streams = [Stream(PROMPT), Stream(PROMPT, uid)]
-        for _ in range(5):
-            driver.logits(streams, 11)
-        plain, adapted = driver.logits(streams)
-        torch.testing.assert_close(plain, logits_of(reference, PROMPT), atol=1e-4, rtol=0)
-        wrapped = PeftModel.from_pretrained(reference, folder).eval()
-        torch.testing.assert_close(adapted, logits_of(wrapped, PROMPT), atol=1e-4, rtol=0)
-        assert not torch.allclose(plain, adapted, atol=1e-2)
-        wrapped.unload()
+        check_plain_and_adapted(loaded, reference, folder)
 
 
 @pytest.mark.parametrize(("name", "older"), [("mistral-small-3.2", "language_model.model"), ("qwen2.5-vl-7b", "model")])

@@ -18,14 +18,14 @@ _Table = list[tuple[int, float]]
 
 def with_ranks(curve: Curve, shape: Shape, curves: Sequence[Curve], sum_by: str = WORKERS_SUM_BY) -> Curve:
     """curve: of the whole model on one GPU. shape: what each of several has of it. Raises CannotPlan."""
-    table, where = sums_us(curve.gpu, curves, sum_by)
+    table = sums_us(curve.gpu, curves, sum_by)
     multiplied = shape.row_elements / curve.shape.row_elements
     ranks = shape.rank_bytes / curve.shape.rank_bytes
     sums = shape.sums
     # Beyond the first point bytes cost; of more GPUs than two nothing was measured.
     steps, bytes_factor = math.log2(shape.ranks), 2 * (shape.ranks - 1) / shape.ranks
 
-    how = "a rank's bytes and multiplications, and sums over the ranks"
+    how = f"a rank's bytes and multiplications, and sums over the ranks as on two {curve.gpu.name}"
     beyond_two = ", more of which were not measured" if shape.ranks > 2 else ""
 
     def sum_ms(rows: int) -> float:
@@ -45,25 +45,20 @@ def with_ranks(curve: Curve, shape: Shape, curves: Sequence[Curve], sum_by: str 
         adapter_prompt_token_ms=curve.adapter_prompt_token_ms * multiplied + prompt_sum_ms,
         load_host_mb_s=curve.load_host_mb_s * ranks,  # each rank reads the file, and keeps its share
         is_measured=False,
-        origin=f"{curve.origin}; of {shape.ranks} ranks estimated: by {how} {where}{beyond_two}",
+        origin=f"{curve.origin}; of {shape.ranks} ranks estimated: by {how}{beyond_two}",
         quantized={},
     )
 
 
-def sums_us(gpu: Gpu, curves: Sequence[Curve], sum_by: str) -> tuple[_Table, str]:
-    """Bytes that are summed over two ranks, and microseconds; and where they are from. Raises CannotPlan."""
-    of_two = [each for each in curves if each.of_two]
-    own = next((each for each in of_two if each.gpu.name == gpu.name), None)
+def sums_us(gpu: Gpu, curves: Sequence[Curve], sum_by: str) -> _Table:
+    """Bytes that are summed over two ranks, and microseconds. Raises CannotPlan."""
+    own = next((each for each in curves if each.of_two and each.gpu.name == gpu.name), None)
     if own is None:
         raise CannotPlan(f"--tensor-parallel: not planned for on {gpu.name}, where several GPUs were not measured")
-    if sum_by in own.of_two:
-        return _table(own, sum_by), f"as on two {gpu.name}"
-    raise CannotPlan(f"--tensor-parallel: sums by {sum_by} were not measured on {gpu.name}")
-
-
-def _table(curve: Curve, sum_by: str) -> _Table:
-    shape = shape_of(CONFIGS[curve.shape.name], curve.shape.name, ranks=2)
-    beyond = [(rows, ms - _alone_ms(curve, shape, rows)) for rows, ms in curve.of_two[sum_by]]
+    if sum_by not in own.of_two:
+        raise CannotPlan(f"--tensor-parallel: sums by {sum_by} were not measured on {gpu.name}")
+    shape = shape_of(CONFIGS[own.shape.name], own.shape.name, ranks=2)
+    beyond = [(rows, ms - _alone_ms(own, shape, rows)) for rows, ms in own.of_two[sum_by]]
     return [(rows * shape.sum_row_bytes, 1e3 * max(0.0, ms) / shape.sums) for rows, ms in beyond]
 
 

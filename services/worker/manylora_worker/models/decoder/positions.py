@@ -54,7 +54,7 @@ def rope_tables(
 
 
 def query_scales(loaded: LoadedModel, config: Any) -> Tensor | None:
-    """Ministral 3's."""
+    """[positions] float32, as Ministral 3 has them: 1 + beta * log(1 + floor(position / original context))."""
     own = getattr(config, "rope_parameters", None) or {}
     beta = own.get(QUERY_SCALING)
     if not beta:

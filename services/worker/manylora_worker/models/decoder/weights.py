@@ -72,8 +72,8 @@ class SharedExpert:
 
 @dataclass(frozen=True)
 class DenseBranch:
-    """An MLP beside the experts. It, the router and they norm the residual each in its own way; the sum of what it and
-    they make, normed, is the layer's.
+    """An MLP beside the experts. Of the residual r as it is: post_norm(mlp(norm(r))) + experts_post_norm(experts(
+    experts_norm(r))), and the router reads router_norm(r). All norms are vectors [hidden].
     """
 
     mlp: DenseMlp

@@ -51,13 +51,17 @@ def quantize_to_fp8(
         paths = [slot.path for slot in module.site.slots]
         if shipped is not None and not all(each in shipped.by_path for each in paths):
             continue
-        linear.to(device)
         if shipped is not None:
             own = [(codes, scales) for codes, scales in map(shipped.by_path.__getitem__, paths)]
             weight = joined(own, shipped.inputs_of_scale, device)
         else:
-            weight = quantize(linear.weight.data, None if module.reduce is None else group)
-        module.base = Fp8Linear(weight, linear.bias)
+            weight = quantize(linear.weight.data.to(device), None if module.reduce is None else group)
+        module.base = Fp8Linear(weight, _bias_on(linear, device))
+
+
+def _bias_on(linear: nn.Linear, device: torch.device) -> Tensor | None:
+    # A layer's own weight stays where it is: what is kept of it in codes has come there already.
+    return None if linear.bias is None else linear.bias.data.to(device)
 
 
 def quantize_experts(model: PreTrainedModel, quantization: Quantization, group: RankGroup | None) -> None:
@@ -100,14 +104,13 @@ def keep_int4(model: PreTrainedModel, shipped: ShippedCodes, device: torch.devic
         if type(module.base) is not nn.Linear:
             raise ModelRefused(f"{path}: {type(module.base).__name__}: int4 needs a linear layer")
         found = [shipped.by_path[each] for each in paths]
-        module.base.to(device)
         weight = int4.joined(found, device)
         if kernels is not None and weight.group_size % _KERNELS_GROUP:
             raise ModelRefused(
                 f"{path}: groups of {weight.group_size} inputs: int4 takes multiples of {_KERNELS_GROUP} on a GPU "
                 "(start without --quantization int4: weights are rebuilt)"
             )
-        module.base = int4.Int4Linear(weight, module.base.bias, kernels)
+        module.base = int4.Int4Linear(weight, _bias_on(module.base, device), kernels)
 
 
 def check_device(device: torch.device, option: str, instead: str) -> None:
@@ -130,5 +133,5 @@ def quantize_to_nf4(model: PreTrainedModel, device: torch.device) -> None:
             linear = module.base
             if type(linear) is not nn.Linear or linear.in_features % BLOCK_SIZE:
                 raise ModelRefused(f"{path}: nf4 needs a linear layer whose inputs are a multiple of {BLOCK_SIZE}")
-            linear.to(device)
-            module.base = Nf4Linear.from_weight(linear.weight.data, linear.bias, workspace)
+            weight = linear.weight.data.to(device)
+            module.base = Nf4Linear.from_weight(weight, _bias_on(linear, device), workspace)
