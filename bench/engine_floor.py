@@ -8,6 +8,7 @@ import torch
 from manylora.capacity.planning.shapes import idle_share
 from manylora_worker.models.loader import LoadedModel
 from manylora_worker.models.quantized.linear import QuantizedLinear
+from manylora_worker.models.quantized.stacks import QuantizedStack, stacks_in
 from manylora_worker.weights.layout import HostAdapter
 from manylora_worker.weights.sites import ExpertShape
 
@@ -20,7 +21,15 @@ class Floor:
         self._ranks = ranks
         model, self._experts = loaded.model, loaded.spec.experts
         self._weight_bytes = sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
-        self._weight_bytes += sum(m.weight_bytes for m in model.modules() if isinstance(m, QuantizedLinear))
+        quantized = (QuantizedLinear, QuantizedStack)
+        self._weight_bytes += sum(m.weight_bytes for m in model.modules() if isinstance(m, quantized))
+        self._expert_bytes = {
+            path: sum(
+                each.weight_bytes if isinstance(each, QuantizedStack) else each.nbytes
+                for each in stacks_in(model.get_submodule(path)).values()
+            )
+            for path in self._experts
+        }
         self._weight_elements = sum(
             p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name
         )
@@ -36,7 +45,7 @@ class Floor:
         total: float = self._weight_bytes + rows * context * self.token_bytes
         state = self._loaded.spec.kv.state
         total += 0 if state is None else 2 * rows * state.size_bytes  # read and written
-        total -= sum(2 * 3 * e.experts * e.hidden * e.width * _idle(e, rows) for e in self._experts.values())
+        total -= sum(self._expert_bytes[path] * _idle(e, rows) for path, e in self._experts.items())
         return total + sum(size - self._idle_bytes(each, rows_of_each) for each, size in adapters)
 
     def prefill_flops(self, prompts: int, tokens: int) -> int:

@@ -49,7 +49,8 @@ def quantize(weight: Tensor, group: RankGroup | None = None) -> Fp8Weight:
 
 
 def scales_of(largest: Tensor) -> Tensor:
-    return largest.clamp_min(1e-30) / _LARGEST
+    # By a tensor: a GPU multiplies with a number's reciprocal, which is another scale in its last bit, and other codes.
+    return largest.clamp_min(1e-30) / torch.full_like(largest, _LARGEST)
 
 
 def codes_of(weight: Tensor, scales: Tensor) -> Tensor:

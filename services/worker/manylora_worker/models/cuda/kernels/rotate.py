@@ -297,11 +297,11 @@ def rotate_store(
     half = cos.shape[1]
     rest = head_dim - 2 * half
     any_tensor = qkv
+    head_norm = any_tensor if q_norm is None else q_norm
     grid = (num_all_heads, lora.num_tiles if lora is not None and by_tile else triton.cdiv(rows, block_m))
     _rotate_store_kernel[grid](
-        qkv, q, cache, tables, table_rows, positions, cos, sin, any_tensor if q_norm is None else q_norm,
-        any_tensor if k_norm is None else k_norm, q if gates is None else gates, query_scales, num_rows,
-        num_rows if cuts is None else cuts,
+        qkv, q, cache, tables, table_rows, positions, cos, sin, head_norm, head_norm if k_norm is None else k_norm,
+        q if gates is None else gates, query_scales, num_rows, num_rows if cuts is None else cuts,
         any_tensor if outputs is None else outputs,
         **expand_arguments(lora, num_rows), tiles_ptr=num_rows if lora is None else lora.tiles,
         stride_part=qkv.stride(0), stride_table=tables.stride(0), stride_block=layout.stride_block,
