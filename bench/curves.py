@@ -124,10 +124,11 @@ def service_ms(gpu: str, found: Sequence[Line], prompts: Mapping[str, float]) ->
 
 
 def quantized(gpu: str, shape: str, base: Mapping[int, float]) -> Iterator[tuple[str, list[tuple[int, float]]]]:
-    """By format, what a step takes beyond one of bf16 and what fewer bytes save. NF4's kernels are those of int4."""
+    """By format, what a step takes beyond one of bf16 and what fewer bytes save. NF4's kernels of layers are int4's."""
     found: dict[str, dict[int, float]] = {}
     for kind in FORMATS:
-        file = [line for line in lines(MACHINES[gpu], f"engine-{kind}.jsonl") if line["shape"] == shape]
+        name = "engine-mixture.jsonl" if SHAPES[shape].experts else f"engine-{kind}.jsonl"
+        file = [line for line in lines(MACHINES[gpu], name) if line["shape"] == shape]
         beside = base_of([line for line in file if line["quantization"] == "none"]) or base
         own = base_of([line for line in file if line["quantization"] == kind])
         thin = shape_of(CONFIGS[shape], shape, kind)
@@ -161,7 +162,7 @@ def curves() -> Iterator[Line]:
             date = next(line["date"] for line in measured if line["case"] == "versions")
             origin = f"measured on {date}" + (f"; prompts estimated from {where}" if where else "")
             way_ms = service_ms(gpu, found, prompts_of(gpu, REFERENCE, by_gpu)[0])
-            of_formats = {} if SHAPES[shape].experts else dict(quantized(gpu, shape, base_of(measured)))
+            of_formats = dict(quantized(gpu, shape, base_of(measured)))
             more: dict[str, Any] = {"quantized": of_formats, "of_two": of_two(gpu, shape)}
             more = {name: found for name, found in more.items() if found}
             yield {**curve(gpu, shape, measured, prompts, way_ms), **more, "origin": origin}

@@ -61,6 +61,7 @@ class Curve:
     quantized: Mapping[str, Sequence[tuple[int, float]]] = dataclasses.field(default_factory=dict)
     # by how two ranks sum, rows and milliseconds of their step
     of_two: Mapping[str, Sequence[tuple[int, float]]] = dataclasses.field(default_factory=dict)
+    unpack_ms: float = 0.0  # of all experts' codes, beyond reading them
 
     def base_ms(self, rows: int) -> float:
         """A step of prompts alone reads the weights, too: it counts as one of a row."""
@@ -89,7 +90,7 @@ class Curve:
         """Those that prompts alone go to are read, too."""
         shape = self.shape
         share = shape.idle_share(rows) - shape.idle_share(rows + prompt_tokens)
-        return shape.expert_bytes * share / self.gpu.read_tb_s / 1e9
+        return share * (shape.expert_bytes / self.gpu.read_tb_s / 1e9 + self.unpack_ms)
 
 
 def between(points: Sequence[tuple[int, float]], rows: float) -> float:
@@ -194,30 +195,37 @@ def scaled(curve: Curve, gpu: Gpu, shape: Shape) -> Curve:
 
 def with_quantization(curve: Curve, shape: Shape, curves: Sequence[Curve]) -> Curve:
     """shape: the curve's, with quantized weights. By the bytes that it reads less, and what unpacking them took on the
-    measured pair, by multiplications; of experts by those of each that is reached. Raises CannotPlan.
+    measured pair: of layers by multiplications, of a mixture by the experts that rows reach. Raises
+    CannotPlan.
     """
     kind, gpu = shape.quantization, curve.gpu
     if (kind == "fp8" and not gpu.has_fp8) or (kind in ("int4", "nf4") and not gpu.is_hopper):
         raise CannotPlan(
             f"--quantization {kind}: not planned for on {gpu.name}, where it is refused or was not measured"
         )
-    measured = [each for each in curves if kind in each.quantized]
-    if not measured:
-        raise CannotPlan(f"--quantization {kind}: was not measured")
-    source = max(measured, key=lambda c: (c.gpu.name == gpu.name and c.shape == curve.shape, c.gpu.name == gpu.name))
-    is_own = source.gpu.name == gpu.name and source.shape == curve.shape
+    source, of_kind = _unpacked_as(curve, kind, curves)
+    is_own = (source.gpu.name, source.shape, of_kind) == (gpu.name, curve.shape, kind)
     tflops = source.gpu.matrix_tflops / gpu.matrix_tflops
-    more = source.quantized[kind]
+    more = source.quantized[of_kind]
+
+    def unpacked_ms(rows: int) -> float:
+        if source.shape.experts:
+            return between(more, rows) * curve.shape.reached_bytes(rows) / source.shape.reached_bytes(rows) * tflops
+        return sum(between(more, each) * elements for each, elements in curve.shape.multiplied(rows)) * layers
 
     def point(rows: int, ms: float) -> tuple[int, float]:
-        saved = floor_ms(gpu, curve.shape, rows, curve.context) - floor_ms(gpu, shape, rows, curve.context)
-        unpacked = sum(between(more, each) * elements for each, elements in curve.shape.multiplied(rows))
-        return rows, ms - saved + unpacked / source.shape.row_elements * tflops
+        saved_ms = floor_ms(gpu, curve.shape, rows, curve.context) - floor_ms(gpu, shape, rows, curve.context)
+        return rows, ms - saved_ms + unpacked_ms(rows)
 
-    # Beyond the rows that are multiplied with codes a weight is rebuilt, and a prompt's tokens are such rows.
+    # Beyond the rows that are multiplied with codes a layer's weight is rebuilt: a prompt's tokens are such rows. Of
+    # a step's rows an expert has few.
+    layers = tflops / source.shape.row_elements
     (first, low), (last, high) = more[-2], more[-1]
-    row_elements = curve.shape.row_elements / source.shape.row_elements
-    token_ms = max(0.0, (high - low) / (last - first)) * row_elements * tflops
+    token_ms = max(0.0, (high - low) / (last - first)) * curve.shape.row_elements * layers
+    unpack_ms = 0.0
+    if source.shape.experts:
+        experts = curve.shape.expert_bytes / source.shape.reached_bytes(last)
+        token_ms, unpack_ms = 0.0, high * experts * tflops
     how = "measured, with prompts estimated" if is_own else f"estimated from {source.shape.name} on {source.gpu.name}"
     return replace(
         curve,
@@ -225,9 +233,20 @@ def with_quantization(curve: Curve, shape: Shape, curves: Sequence[Curve]) -> Cu
         points=[point(rows, ms) for rows, ms in curve.points],
         prompt_token_ms=curve.prompt_token_ms + token_ms,
         adapter_prompt_token_ms=curve.adapter_prompt_token_ms + token_ms,
+        unpack_ms=unpack_ms,
         is_measured=curve.is_measured and is_own,
-        origin=f"{curve.origin}; of weights in {kind} {how}",
+        origin=f"{curve.origin}; of weights in {kind} {how}" + (f" in {of_kind}" if of_kind != kind else ""),
     )
+
+
+def _unpacked_as(curve: Curve, kind: str, curves: Sequence[Curve]) -> tuple[Curve, str]:
+    """The measured pair whose weights in codes are nearest, and their format: one kernel has experts in 4 bits."""
+    gpu, shape = curve.gpu.name, curve.shape
+    for of_kind in (kind, "nf4") if kind == "int4" and shape.experts else (kind,):
+        measured = [c for c in curves if of_kind in c.quantized and (c.shape.experts > 0) == (shape.experts > 0)]
+        if measured:
+            return max(measured, key=lambda c: ((c.gpu.name, c.shape) == (gpu, shape), c.gpu.name == gpu)), of_kind
+    raise CannotPlan(f"--quantization {kind}: was not measured")
 
 
 def with_fp8_kv(curve: Curve) -> Curve:

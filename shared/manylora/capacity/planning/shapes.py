@@ -74,8 +74,11 @@ class Shape:
 
     def read_bytes(self, rows: int) -> float:
         """Of weights and states by a step. Rows go to experts at random."""
-        reached = self.expert_bytes * (1 - self.idle_share(rows))
-        return self.step_bytes + reached + 2 * rows * self.state_bytes
+        return self.step_bytes + self.reached_bytes(rows) + 2 * rows * self.state_bytes
+
+    def reached_bytes(self, rows: int) -> float:
+        """Of experts."""
+        return self.expert_bytes * (1 - self.idle_share(rows))
 
     def multiplied(self, rows: int) -> Iterator[tuple[float, float]]:
         """Rows, and elements that each of them is multiplied with: an expert has some of a step's. Of bf16."""
