@@ -25,7 +25,8 @@ from tests.numerics.test_guesses import Answers
 VOCAB = 4
 ANSWER = 5  # of its tokens the first has no guess, the others have
 CHOICES = 8
-ANSWERS = 4_000
+ANSWERS = 4_800
+ENOUGH = 1_000  # guesses
 TOO_FAR = 4.0  # standard deviations: of right draws one run in ten thousand
 
 
@@ -67,7 +68,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def draft(model: Path) -> Path:
     """Another model: it is wrong more often than not."""
-    torch.manual_seed(6)
+    torch.manual_seed(13)
     config = LlamaConfig.from_pretrained(model)
     config.num_hidden_layers = 1
     made = LlamaForCausalLM(config)
@@ -96,9 +97,10 @@ def exact(model: Path) -> Exact:
 
 @pytest.fixture(autouse=True)
 def all_guess(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few guesses are right."""
+    """However few guesses are right, and whatever they cost: answers are short, and the draft model is half the other."""
     monkeypatch.setattr("manylora_worker.kinds.speculation._WORTH", 0.0)
     monkeypatch.setattr("manylora_worker.kinds.guessing._FIRST_PRICE", 0.0)
+    monkeypatch.setattr("manylora_worker.planning.drafts.Drafts._cost", lambda *_: 0)
 
 
 def answered(
@@ -148,7 +150,7 @@ def test_answers_follow_the_models_distribution(
     got, guessed, right = answered(model, draft, tmp_path, kind, device)
     assert len(got) == ANSWERS
     assert 0.05 * guessed < right < 0.7 * guessed, "both kinds of guesses are to be judged often"
-    assert guessed > ANSWERS / 4
+    assert guessed > ENOUGH
     assert excess(got, exact(kind[1])) < TOO_FAR
     plain, none, _ = answered(model, draft, tmp_path, (TenantShare(), kind[1]), device, count=400)
     assert none == 0
@@ -199,5 +201,5 @@ def wrong_rule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_wrong_rule_of_acceptance_is_seen(model: Path, draft: Path, exact: Exact, tmp_path: Path, kind: Kind) -> None:
     got, guessed, _ = answered(model, draft, tmp_path, kind)
-    assert guessed > ANSWERS / 4
+    assert guessed > ENOUGH
     assert excess(got, exact(kind[1])) > TOO_FAR

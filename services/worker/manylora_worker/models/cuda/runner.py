@@ -353,7 +353,8 @@ class DeviceModelRunner:
             self._prepare_blocks(batch)
             plan = self._packer.pack(batch.chunks)
             self._run_layers(plan)
-            return self._logits(plan, [plan.row_of[c.sequence_id] for c in batch.chunks if c.samples]).float()
+            found = self._logits(plan, [plan.row_of[c.sequence_id] for c in batch.chunks if c.samples])
+            return found.to(torch.float32, copy=True)  # the next pass overwrites what it found
 
     def holds_adapter(self, uid: AdapterUid) -> bool:
         return self._adapters.holds(uid)
