@@ -64,12 +64,11 @@ def test_the_lookup_in_ptx(seed: int) -> None:
         bits = run_ptx(nf4_lookup.scaled_pairs_asm(entries), inputs)
         pairs = torch.tensor([bits[f"${i}"] for i in range(8)], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
         assert torch.equal(pairs, torch.tensor(values)[codes].bfloat16())
-    words = nf4_lookup.register_words(nf4_lookup.PAIR_BITS)
-    bits = run_ptx(nf4_lookup._bytes_asm(), {"$4": word, **dict(zip(("$5", "$9", "$13", "$17"), words, strict=True))})
-    of_bytes = torch.tensor([bits[f"${i}"] >> shift & 0xFFFF for i in range(4) for shift in (0, 16)], dtype=torch.int32)
-    in_order = [*codes[::2], *codes[1::2]]  # high bits are the first of a byte
-    expected = torch.tensor(nf4_format.CODEBOOK)[in_order].bfloat16()
-    assert torch.equal(of_bytes.to(torch.int16).view(torch.bfloat16), expected)
+        words = dict(zip(("$5", "$9", "$13", "$17"), nf4_lookup.register_words(entries), strict=True))
+        bits = run_ptx(nf4_lookup.bytes_asm(entries), {"$4": word, **words})
+        of_bytes = torch.tensor([bits[f"${i}"] >> shift & 0xFFFF for i in range(4) for shift in (0, 16)])
+        in_order = [*codes[::2], *codes[1::2]]  # high bits are the first of a byte
+        assert torch.equal(of_bytes.to(torch.int16).view(torch.bfloat16), torch.tensor(values)[in_order].bfloat16())
 
 
 def test_the_reductions_codebook_is_within_half_a_step_of_bf16() -> None:

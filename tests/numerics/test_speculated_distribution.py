@@ -97,7 +97,7 @@ def exact(model: Path) -> Exact:
 
 @pytest.fixture(autouse=True)
 def all_guess(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few guesses are right, and whatever they cost: answers are short, and the draft model is half the other."""
+    """However few guesses are right, and whatever they cost: the draft model is half of the other."""
     monkeypatch.setattr("manylora_worker.kinds.speculation._WORTH", 0.0)
     monkeypatch.setattr("manylora_worker.kinds.guessing._FIRST_PRICE", 0.0)
     monkeypatch.setattr("manylora_worker.planning.drafts.Drafts._cost", lambda *_: 0)

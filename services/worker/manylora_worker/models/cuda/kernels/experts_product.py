@@ -10,14 +10,16 @@ import triton.language as tl
 from torch import Tensor
 
 from manylora_worker.models.cuda.kernels.experts_route import Groups, most_tiles
+from manylora_worker.models.cuda.kernels.int4_product import VALUE_BITS, VALUES
 from manylora_worker.models.cuda.kernels.nf4 import int32_tensor
 from manylora_worker.models.cuda.kernels.nf4_format import CODEBOOK
-from manylora_worker.models.cuda.kernels.nf4_lookup import PAIR_BITS, byte_values, register_words
+from manylora_worker.models.cuda.kernels.nf4_lookup import PAIR_BITS, byte_values, bytes_asm, register_words
 from manylora_worker.models.decoder.weights import ExpertActivation
 from manylora_worker.models.layers.mixture import CLAMP_ALPHA, CLAMP_LIMIT
 from manylora_worker.models.quantized.stacks import QuantizedStack
 
 _BLOCK_K = 128
+_NF4_ASM, _INT4_ASM = tl.constexpr(bytes_asm(PAIR_BITS)), tl.constexpr(bytes_asm(VALUE_BITS))
 _ALPHA, _LIMIT = tl.constexpr(CLAMP_ALPHA), tl.constexpr(CLAMP_LIMIT)
 _FEW_PAIRS = 256  # up to so many, programs with fewer columns: there are more of them
 
@@ -101,29 +103,59 @@ def _product_kernel(
 
 
 @triton.jit
-def _add_codes(
-    acc, x, odd, w_at, scales_at, shifts_at, table_ptr, lookup, w_mask, column_mask, FOUR_BITS: tl.constexpr,
-    NF4: tl.constexpr, GROUPED: tl.constexpr, SHIFTED: tl.constexpr,
-):  # fmt: skip
-    """acc [BLOCK_M, BLOCK_N] + x times a block of a weight. odd: 4 bits' other inputs, of which x has every second."""
-    w = tl.load(w_at, mask=w_mask, other=0.0)
-    if FOUR_BITS:
-        if NF4:
-            high, low = byte_values(w, table_ptr, lookup, x.dtype)
-        else:
-            high = ((w >> 4).to(tl.int8) - 8).to(x.dtype)
-            low = ((w & 15).to(tl.int8) - 8).to(x.dtype)
-        part = tl.dot(odd, low, tl.dot(x, high, input_precision="ieee"), input_precision="ieee")
-    elif GROUPED:
-        part = tl.dot(x, w.to(x.dtype), input_precision="ieee")
-    else:
-        part = tl.dot(x, w.to(x.dtype), acc, input_precision="ieee")
+def _add_bytes(acc, x, w_at, scales_at, w_mask, column_mask, GROUPED: tl.constexpr):
+    """acc [BLOCK_M, BLOCK_N] + x times a block of a weight in e4m3, whose inputs have one scale."""
+    w = tl.load(w_at, mask=w_mask, other=0.0).to(x.dtype)
     if GROUPED:
-        part = acc + part * tl.load(scales_at, mask=column_mask, other=0.0)[None, :]
+        part = tl.dot(x, w, input_precision="ieee")
+        acc += part * tl.load(scales_at, mask=column_mask, other=0.0)[None, :]
+    else:
+        acc = tl.dot(x, w, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _add_nibbles(
+    acc, even, odd, w_at, scales_at, shifts_at, table_ptr, lookup, w_mask, scale_mask, NF4: tl.constexpr,
+    SHIFTED: tl.constexpr,
+):  # fmt: skip
+    """acc [BLOCK_M, BLOCK_N] + x times a block of a weight in 4 bits, of which even and odd inputs share bytes.
+    scales_at: [groups, BLOCK_N].
+    """
+    ASM: tl.constexpr = _NF4_ASM if NF4 else _INT4_ASM
+    high, low = byte_values(tl.load(w_at, mask=w_mask, other=0), table_ptr, lookup, ASM, even.dtype)
+    scales = _of_inputs(tl.load(scales_at, mask=scale_mask, other=0.0).to(even.dtype), high.shape)
     if SHIFTED:
-        inputs = tl.sum(x.to(tl.float32) + odd.to(tl.float32), 1)
-        part += inputs[:, None] * tl.load(shifts_at, mask=column_mask, other=0.0)[None, :]
-    return part
+        shifts = _of_inputs(tl.load(shifts_at, mask=scale_mask, other=0.0).to(even.dtype), high.shape)
+        high = high * scales + shifts
+        low = low * scales + shifts
+    else:
+        high *= scales
+        low *= scales
+    return tl.dot(odd, low, tl.dot(even, high, acc, input_precision="ieee"), input_precision="ieee")
+
+
+@triton.jit
+def _of_inputs(scales, shape: tl.constexpr):
+    """[groups, columns] to [inputs, columns]"""
+    GROUPS: tl.constexpr = scales.shape[0]
+    wide = tl.broadcast_to(scales[:, None, :], (GROUPS, shape[0] // GROUPS, shape[1]))
+    return tl.reshape(wide, shape)
+
+
+@triton.jit
+def _load_pairs(x_rows, k, mask, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Even and odd inputs, [BLOCK_M, BLOCK_K / 2]."""
+    if x_rows.shape[0] < 64:
+        ks = k + tl.arange(0, BLOCK_K)
+        x = tl.load(x_rows + ks[None, :], mask=mask[:, None] & (ks < K)[None, :], other=0.0)
+        even, odd = tl.split(tl.reshape(x, (x_rows.shape[0], BLOCK_K // 2, 2)))
+    else:  # two halves of a block would be in registers, and that is what ptxas miscompiles
+        ks = k + 2 * tl.arange(0, BLOCK_K // 2)
+        x_mask = mask[:, None] & (ks < K)[None, :]
+        even = tl.load(x_rows + ks[None, :], mask=x_mask, other=0.0)
+        odd = tl.load(x_rows + ks[None, :] + 1, mask=x_mask, other=0.0)
+    return even, odd
 
 
 @triton.jit
@@ -134,11 +166,11 @@ def _codes_kernel(
     BIAS: tl.constexpr, GATES: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As _product_kernel, of a weight in codes: they become x's type in registers, e4m3 and integers exactly."""
+    """As _product_kernel, of a weight in codes: they become x's type in registers, e4m3 exactly."""
     # Here x is the matrix unit's first operand. The ptxas of Triton 3.6 miscompiles Hopper's wgmma where its first
     # operand lies in registers in a pipelined loop, as converted codes do; its second one never does. Tiles of fewer
     # than 64 pairs, as decoding has them, are too small for wgmma: mma.sync, which they take, is compiled rightly.
-    GROUPED: tl.constexpr = GROUPS > 1 or FOUR_BITS
+    GROUPED: tl.constexpr = GROUPS > 1 and not FOUR_BITS
     tile = tl.program_id(1)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column_mask = columns < N
@@ -150,34 +182,41 @@ def _codes_kernel(
     expert, pairs, mask = _load_tile(tiles_ptr + tile * 4, order_ptr, BLOCK_M)
     x_rows = x_ptr + (pairs // PAIRS_A_ROW).to(tl.int64)[:, None] * K
     w_rows = expert * (HALVES * N) + columns.to(tl.int64)
-    PACKED: tl.constexpr = 2 if FOUR_BITS else 1  # inputs of a code's byte
     lookup = (0, 0, 0, 0)
-    if NF4:
+    if FOUR_BITS:
         lookup = (tl.load(lookup_ptr), tl.load(lookup_ptr + 1), tl.load(lookup_ptr + 2), tl.load(lookup_ptr + 3))
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     second = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        ks = k // PACKED + tl.arange(0, BLOCK_K // PACKED)
-        k_mask = ks < K // PACKED
-        x_mask = mask[:, None] & k_mask[None, :]
-        x = tl.load(x_rows + PACKED * ks[None, :], mask=x_mask, other=0.0)
-        odd = x
         if FOUR_BITS:
-            odd = tl.load(x_rows + 2 * ks[None, :] + 1, mask=x_mask, other=0.0)
-        w_mask = k_mask[:, None] & column_mask[None, :]
-        w_at = w_ptr + w_rows[None, :] * (K // PACKED) + ks[:, None]
-        group = w_rows * GROUPS + k // GROUP_SIZE
-        acc = _add_codes(
-            acc, x, odd, w_at, scales_ptr + group, shifts_ptr + group, table_ptr, lookup, w_mask, column_mask,
-            FOUR_BITS, NF4, GROUPED, SHIFTED,
-        )  # fmt: skip
-        if HALVES == 2:
-            second = _add_codes(
-                second, x, odd, w_at + N * (K // PACKED), scales_ptr + group + N * GROUPS,
-                shifts_ptr + group + N * GROUPS, table_ptr, lookup, w_mask, column_mask, FOUR_BITS, NF4, GROUPED,
-                SHIFTED,
+            bytes_ = k // 2 + tl.arange(0, BLOCK_K // 2)
+            even, odd = _load_pairs(x_rows, k, mask, K, BLOCK_K)
+            w_at = w_ptr + w_rows[None, :] * (K // 2) + bytes_[:, None]
+            w_mask = (bytes_ < K // 2)[:, None] & column_mask[None, :]
+            group = k // GROUP_SIZE + tl.arange(0, max(1, BLOCK_K // GROUP_SIZE))
+            groups = w_rows[None, :] * GROUPS + group[:, None]
+            scale_mask = (group < GROUPS)[:, None] & column_mask[None, :]
+            acc = _add_nibbles(
+                acc, even, odd, w_at, scales_ptr + groups, shifts_ptr + groups, table_ptr, lookup, w_mask, scale_mask,
+                NF4, SHIFTED,
             )  # fmt: skip
-    if not GROUPED:
+            if HALVES == 2:
+                second = _add_nibbles(
+                    second, even, odd, w_at + N * (K // 2), scales_ptr + groups + N * GROUPS,
+                    shifts_ptr + groups + N * GROUPS, table_ptr, lookup, w_mask, scale_mask, NF4, SHIFTED,
+                )  # fmt: skip
+        else:
+            ks = k + tl.arange(0, BLOCK_K)
+            x = tl.load(x_rows + ks[None, :], mask=mask[:, None] & (ks < K)[None, :], other=0.0)
+            w_at = w_ptr + w_rows[None, :] * K + ks[:, None]
+            w_mask = (ks < K)[:, None] & column_mask[None, :]
+            group = w_rows * GROUPS + k // GROUP_SIZE
+            acc = _add_bytes(acc, x, w_at, scales_ptr + group, w_mask, column_mask, GROUPED)
+            if HALVES == 2:
+                second = _add_bytes(
+                    second, x, w_at + N * K, scales_ptr + group + N * GROUPS, w_mask, column_mask, GROUPED
+                )
+    if not GROUPED and not FOUR_BITS:
         acc *= tl.load(scales_ptr + w_rows, mask=column_mask, other=0.0)[None, :]
         if HALVES == 2:
             second *= tl.load(scales_ptr + w_rows + N, mask=column_mask, other=0.0)[None, :]
@@ -195,9 +234,10 @@ def _codes_kernel(
 
 
 @cache
-def _nf4_tables(device: torch.device) -> tuple[Tensor, Tensor]:
+def _tables(device: torch.device, *, is_nf4: bool) -> tuple[Tensor, Tensor]:
     """For byte_values."""
-    return torch.tensor(CODEBOOK, device=device), int32_tensor(register_words(PAIR_BITS), device)
+    values, entries = (CODEBOOK, PAIR_BITS) if is_nf4 else (VALUES, VALUE_BITS)
+    return torch.tensor(values, device=device), int32_tensor(register_words(entries), device)
 
 
 def tile_pairs(pairs: int, num_experts: int) -> int:
@@ -229,17 +269,17 @@ def grouped_product(
     num_experts, rows, k = weight.shape
     n, pairs = rows // halves, out.shape[0]
     is_wide = groups.block_m > 32  # many rows an expert: the product itself is the work
-    in_codes = isinstance(weight, QuantizedStack)
-    block_n, block_k, stages, warps = (128 // halves, 64, 3, 8) if is_wide else (64, _BLOCK_K, 5 if in_codes else 4, 4)
+    in_bytes = isinstance(weight, QuantizedStack) and weight.is_fp8
+    block_n, block_k, stages, warps = (128 // halves, 64, 3, 8) if is_wide else (64, _BLOCK_K, 5 if in_bytes else 4, 4)
     if halves == 2 and pairs <= _FEW_PAIRS:
         block_n = 32
     block_n, block_k = min(block_n, triton.next_power_of_2(n)), min(block_k, triton.next_power_of_2(k))
     grid = (triton.cdiv(n, block_n), most_tiles(pairs, num_experts, groups.block_m))
     if isinstance(weight, QuantizedStack):
         num_groups, size = weight.scales.shape[2], weight.group_size
-        if num_groups > 1:
+        if num_groups > 1 and (weight.is_fp8 or block_k % size):
             block_k = min(block_k, size & -size)  # within a group
-        tables = _nf4_tables(x.device) if weight.is_nf4 else (None, None)
+        tables = (None, None) if weight.is_fp8 else _tables(x.device, is_nf4=weight.is_nf4)
         codes = (weight.codes, weight.scales, weight.scales if weight.shifts is None else weight.shifts)
         _codes_kernel[grid](
             x, *codes, *tables, bias, out, groups.order, groups.tiles, groups.count, out.stride(0), N=n, K=k,

@@ -100,10 +100,11 @@ def scaled_pairs_asm(entries: tuple[int, ...]) -> str:
 _BYTE_SELECTORS = (0x7351, 0x6240)
 
 
-def _bytes_asm() -> str:
-    # $0, $1: bf16 of the high bits of the four bytes $4; $2, $3: of the low bits. A table word comes four times, once a
-    # byte: $5, $9, $13 and $17 are `register_words`.
-    lines = _lookup_asm(PAIR_BITS, "$4", ("$5", "$9", "$13", "$17"))
+def bytes_asm(entries: tuple[int, ...]) -> str:
+    """$0, $1: bf16 of the high bits of the four bytes $4; $2, $3: of the low bits. A table word comes four times, once
+    a byte: $5, $9, $13 and $17 are `register_words`.
+    """
+    lines = _lookup_asm(entries, "$4", ("$5", "$9", "$13", "$17"))
     for i, selector in enumerate(_BYTE_SELECTORS):
         lines += [f"prmt.b32 ${2 * i + half}, l{half}, h{half}, {selector:#06x};" for half in (0, 1)]
     return "{ " + " ".join(lines) + " }"
@@ -112,7 +113,6 @@ def _bytes_asm() -> str:
 FLOATS_ASM = tl.constexpr(_floats_asm())
 FLOATS_CONSTRAINTS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 5))
 PAIRS_CONSTRAINTS = tl.constexpr(",".join(["=h"] * 8 + ["r"] * 6))
-_BYTES_ASM = tl.constexpr(_bytes_asm())
 _BYTES_CONSTRAINTS = tl.constexpr(",".join(["=r"] * 4 + ["r"] * 17))
 
 
@@ -132,11 +132,13 @@ def table_values(words, table_ptr):
 
 
 @triton.jit
-def byte_values(codes, table_ptr, lookup, dtype: tl.constexpr):
-    """What the high and the low bits of uint8 codes stand for. lookup: `register_words`, which bf16 takes."""
+def byte_values(codes, table_ptr, lookup, ASM: tl.constexpr, dtype: tl.constexpr):
+    """What the high and the low bits of uint8 codes stand for. To bf16 by ASM (`bytes_asm`), with its `register_words`
+    in lookup.
+    """
     if dtype == tl.bfloat16:
         high, low = tl.inline_asm_elementwise(
-            _BYTES_ASM, _BYTES_CONSTRAINTS, [codes, lookup[0], lookup[1], lookup[2], lookup[3]],
+            ASM, _BYTES_CONSTRAINTS, [codes, lookup[0], lookup[1], lookup[2], lookup[3]],
             dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
         )  # fmt: skip
     else:
