@@ -32,7 +32,7 @@ from tests.numerics.test_checkpoint import published
 
 DENSE = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "ministral"),
-    *("smollm3", "exaone4", "seed_oss", "granitemoehybrid"),
+    *("smollm3", "exaone4", "seed_oss", "granitemoehybrid", "cwm"),
 )
 MIXTURES = ("qwen3_moe", "gpt_oss", "mixtral", "qwen2_moe")
 HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    CwmConfig,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -131,6 +132,10 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "olmo3": lambda: Olmo3Config(
         **_SHAPE, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
     ),
+    "cwm": lambda: CwmConfig(
+        **_SHAPE, head_dim=24, sliding_window=WINDOW, rope_parameters=_LLAMA3_ROPE,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    ),
     "seed_oss": lambda: SeedOssConfig(**_SHAPE, head_dim=24, attention_bias=True, attention_out_bias=True),
 }  # fmt: skip
 
@@ -154,6 +159,14 @@ MIXTURES: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "qwen2_moe": lambda: Qwen2MoeConfig(
         **_SHAPE, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, shared_expert_intermediate_size=56,
+        norm_topk_prob=False, mlp_only_layers=[1],
+    ),
+    # whose experts two ranks share
+    "mixtral_wide": lambda: MixtralConfig(
+        **(_SHAPE | {"intermediate_size": 48}), num_local_experts=8, num_experts_per_tok=3, sliding_window=WINDOW,
+    ),
+    "qwen2_moe_wide": lambda: Qwen2MoeConfig(
+        **_SHAPE, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, shared_expert_intermediate_size=64,
         norm_topk_prob=False, mlp_only_layers=[1],
     ),
     "olmoe": lambda: OlmoeConfig(**(_SHAPE | {"intermediate_size": 40}), num_experts=8, num_experts_per_tok=3),

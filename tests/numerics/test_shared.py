@@ -20,6 +20,7 @@ from tests.numerics.two_ranks import (
     check_logprobs,
     mixture_family,
     shared_by_two,
+    text_family,
     tolerance_of,
 )
 
@@ -38,6 +39,20 @@ def test_logprobs_are_the_references(family_of: FamilyOf, name: str, tmp_path: P
 )
 def test_logprobs_of_a_mixture_are_the_references(name: str, tmp_path: Path) -> None:
     check_logprobs(mixture_family(tmp_path / "made", name), tmp_path, "cpu", tolerance_of(name))
+
+
+@pytest.mark.wide
+@OWN_PATTERNS
+@pytest.mark.parametrize("name", ["mixtral_wide", "gpt_oss_blocks"])
+def test_logprobs_of_a_mixture_in_fp8_are_the_references(name: str, tmp_path: Path) -> None:
+    family = mixture_family(tmp_path / "made", name, quantization="fp8")
+    check_logprobs(family, tmp_path, "cpu", tolerance_of(name), quantization="fp8")
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["qwen2.5-vl-7b", "qwen3-vl-8b", "qwen3-vl-30b-a3b"])
+def test_logprobs_of_a_text_part_are_the_references(name: str, tmp_path: Path) -> None:
+    check_logprobs(text_family(tmp_path / "made", name), tmp_path, "cpu", tolerance_of(name))
 
 
 def test_logprobs_of_kv_in_fp8(family_of: FamilyOf, tmp_path: Path) -> None:

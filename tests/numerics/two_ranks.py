@@ -25,7 +25,7 @@ from manylora_worker.models.loader import load_model
 from manylora_worker.models.parts import EngineParts
 from manylora_worker.models.ranks import cuts
 from manylora_worker.planning.step_planner import PlannerLimits
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForImageTextToText, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.numerics.adapters import Reference, save_adapter
 from tests.numerics.conftest import Family
@@ -34,9 +34,13 @@ from tests.numerics.families import FAMILIES, RECURRENT, VOCAB_SIZE
 from tests.numerics.mixtures import RECIPES as MIXTURE_RECIPES
 from tests.numerics.mixtures import make_mixture
 from tests.numerics.quantizing import to_our_nf4
+from tests.numerics.test_checkpoint import published
 from tests.numerics.test_swaps_against_peft import NUM_BLOCKS, asked, fight
 
-SHARED_MIXTURES = ("qwen3_moe", "qwen3_5_moe_wide", "qwen3_next_wide", "gemma4_moe_wide")
+SHARED_MIXTURES = (
+    *("qwen3_moe", "qwen3_5_moe_wide", "qwen3_next_wide", "gemma4_moe_wide"),
+    *("mixtral_wide", "qwen2_moe_wide", "gpt_oss_blocks"),
+)
 SHARED_FAMILIES = (
     *sorted(cuts.SHARED_FAMILIES & FAMILIES.keys()),
     *("qwen3_5_text", "qwen3_5_wide", "gemma4_text", "gemma4_shared"),
@@ -68,6 +72,17 @@ def mixture_family(
 ) -> Family:
     made = make_mixture(parent, name, shipped=shipped, quantization=quantization)
     return Family(name, made.folder, dict(made.adapters), made.loaded, _Apart(made.references))
+
+
+def text_family(parent: Path, name: str) -> Family:
+    """Of a model of text and images, with one adapter."""
+    parent.mkdir()
+    model = published(name, parent / "model", of=AutoModelForImageTextToText)
+    targets = r".*language_model.*\.(q_proj|k_proj|o_proj)"
+    adapters = {"text": save_adapter(model, parent / "text", 0, r=4, lora_alpha=8, target_modules=targets)}
+    reference = Reference(model, adapters)
+    loaded = load_model(str(parent / "model"))
+    return Family(name, parent / "model", adapters, loaded, _Apart({"text": reference, None: reference}))
 
 
 @contextmanager

@@ -119,8 +119,6 @@ _FAMILIES: Mapping[str, _Family] = {
     "qwen3_5_moe_text": _QWEN35_MOE,
     _QWEN3_NEXT: _QWEN35_MOE,
 }
-# Those that a worker does not share among ranks.
-UNSHARED = frozenset({GPT_OSS, _MIXTRAL, "qwen2_moe", "cwm", *_BIASED[2:], "qwen3_vl_text", "qwen3_vl_moe_text"})
 # of a family that is not among them: what its layers have that a dense model's have not
 _UNLIKE = {
     "num_experts": "a mixture of experts",
@@ -267,7 +265,7 @@ class _Reader:
         if family.norms_heads:
             found.others += head_dim * (2 if has_keys else 1)
         if self._kind == GPT_OSS:
-            found.others += self._heads  # sinks
+            found.cut_others += self._heads  # sinks
 
     def _unlike_attention(self, layer: int, kind: str, *, is_shared: bool) -> None:
         kv_heads, head_dim, text = self._kv_heads, self._head_dim, self._text

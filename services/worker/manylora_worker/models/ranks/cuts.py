@@ -28,7 +28,8 @@ from manylora_worker.weights.layout import ALIGNMENT
 SHARED_FAMILIES = frozenset(
     {
         *("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
-        *("granite", "granitemoehybrid", "smollm3", "exaone4", "seed_oss", "phi3", "qwen3_moe"),
+        *("granite", "granitemoehybrid", "smollm3", "exaone4", "seed_oss", "phi3", "cwm", "qwen2_vl_text"),
+        *("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"),
         *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gemma4_text"),
     }
 )
@@ -43,6 +44,7 @@ _BY_OUTPUTS: Mapping[str, Sequence[str]] = {
 _BY_INPUTS = ("o_proj", "down_proj", "out_proj", "output_linear")
 # of families that have them
 _EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
+_WIDE_EXPERTS = frozenset({"mixtral", "gpt_oss"})  # whose experts have the width that is a dense layer's elsewhere
 _DELTA_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 
 
@@ -58,7 +60,7 @@ def check_cuts(config: PretrainedConfig, size: int, families: frozenset[str]) ->
     names = (*_COUNTS, _GRANITE_WIDTH, *_DELTA_HEADS)
     counts = [(name, getattr(each, name, None) or 0) for each in layers for name in names]
     odd = list(dict.fromkeys(f"{name} {count}" for name, count in counts if count % size))
-    for name in _EXPERT_WIDTHS:
+    for name in (*_EXPERT_WIDTHS, *([_WIDTH] if text.model_type in _WIDE_EXPERTS else [])):
         width = vars(text).get(name) or 0
         if width % (size * ALIGNMENT):  # an adapter's matrices of experts stand one behind the other
             odd.append(f"{name} {width} into multiples of {ALIGNMENT}")
@@ -99,7 +101,11 @@ def cut_linears(model: PreTrainedModel, group: RankGroup) -> None:
         if hasattr(module, "qkv_proj"):  # it takes the product apart by these
             module.config = _OwnHeads(model.config.get_text_config(), group.size)
             module.num_key_value_heads //= group.size
-        if leaf == "experts":
+        if isinstance(getattr(module, "sinks", None), nn.Parameter):
+            module.sinks = _frozen(module.sinks.data.chunk(group.size)[group.rank].clone())
+        if leaf == "experts" and hasattr(module, "down_proj_bias"):
+            _cut_experts_in_turn(module, group)
+        elif leaf == "experts":
             _cut_experts(path, module, model.config, group)
         elif isinstance(module, nn.Linear) and leaf in _BY_OUTPUTS:
             own = own_outputs(path, module.out_features, model.config, group)
@@ -121,6 +127,14 @@ def _cut_experts(path: str, experts: nn.Module, config: PretrainedConfig, group:
         else:
             own = own_outputs(f"{path}.{name}", stack.shape[1], config, group)
             setattr(experts, name, _frozen(_rows(stack.data, own, 1)))
+
+
+def _cut_experts_in_turn(experts: nn.Module, group: RankGroup) -> None:
+    """gpt-oss's, inputs ahead of outputs: a column of the gate stands beside that of up."""
+    for name, dim in (("gate_up_proj", 2), ("gate_up_proj_bias", 1), ("down_proj", 1)):
+        setattr(experts, name, _frozen(getattr(experts, name).data.chunk(group.size, dim)[group.rank].clone()))
+    if group.rank:
+        experts.down_proj_bias = _frozen(torch.zeros_like(experts.down_proj_bias.data))  # added once
 
 
 def _stack_share(path: str, stack: QuantizedStack, config: PretrainedConfig, group: RankGroup) -> QuantizedStack:
