@@ -34,11 +34,11 @@ DENSE = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "ministral"),
     *("smollm3", "exaone4", "seed_oss", "granitemoehybrid", "cwm"),
 )
-MIXTURES = ("qwen3_moe", "gpt_oss", "mixtral", "qwen2_moe")
+MIXTURES = ("qwen3_moe", "gpt_oss", "mixtral", "qwen2_moe", "glm4_moe", "dots1")
 HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 GEMMA4 = ("gemma4_text", "gemma4_wide")
 NEW = ("gemma4_moe_wide", "ministral3")
-WITHOUT_KERNELS = ("olmo2", "olmo3", "glm4_moe", "olmoe")
+WITHOUT_KERNELS = ("olmo2", "olmo3", "dots1_in_groups", "olmoe")
 
 
 def shape(folder: Path, quantization: str = "none", ranks: int = 1) -> Shape:

@@ -28,6 +28,8 @@ SHARED = (
     "mixtral_wide",
     "qwen2_moe_wide",
     "gpt_oss_blocks",
+    "glm4_moe",
+    "dots1",
     "qwen3_5_wide",
     "qwen3_5_moe_wide",
     "qwen3_next_wide",

@@ -14,6 +14,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     CwmConfig,
+    Dots1Config,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -175,10 +176,20 @@ MIXTURES: dict[str, Callable[[], PretrainedConfig]] = {
         **(_SHAPE | {"intermediate_size": 64}), head_dim=16, num_local_experts=8, num_experts_per_tok=3,
         sliding_window=WINDOW, rope_parameters=_GPT_OSS_ROPE,
     ),
-    # a router of sigmoids, which is not ours, and a shared expert
+    # a router of sigmoids, and a shared expert without a gate
     "glm4_moe": lambda: Glm4MoeConfig(
+        **_SHAPE, head_dim=16, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, n_shared_experts=1,
+        first_k_dense_replace=1, n_group=1, topk_group=1, attention_bias=True, routed_scaling_factor=1.5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    ),
+    "dots1": lambda: Dots1Config(
+        **_SHAPE, head_dim=16, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, n_shared_experts=2,
+        first_k_dense_replace=1, n_group=1, topk_group=1, routed_scaling_factor=2.5, norm_topk_prob=False,
+    ),
+    # whose router leaves out groups of experts: it is not ours
+    "dots1_in_groups": lambda: Dots1Config(
         **_SHAPE, head_dim=16, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, n_shared_experts=1,
-        first_k_dense_replace=1, n_group=1, topk_group=1,
+        first_k_dense_replace=1, n_group=4, topk_group=2,
     ),
 }  # fmt: skip
 
@@ -295,5 +306,7 @@ def make_model(family: str, folder: Path, seed: int = 0) -> PreTrainedModel:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
+            elif name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.3)
     model.save_pretrained(folder)
     return model

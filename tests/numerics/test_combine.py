@@ -34,9 +34,12 @@ def test_a_product_is_added_behind_its_rows_gates(device: str) -> None:
     product, gates = torch.randn(2, 5, 72, device=device), torch.randn(5, 1, device=device)
     before = torch.randn(5, 72, device=device)
     out, num_rows = before.clone(), torch.tensor(4, dtype=torch.int32, device=device)
-    combine(product, out, num_rows=num_rows, lora=None, gates=gates, pdl=False)
+    combine(product, out, num_rows=num_rows, lora=None, adds=True, gates=gates, pdl=False)
     expected = before + gates.sigmoid() * product.sum(0)
     torch.testing.assert_close(out[:4], expected[:4], atol=1e-5, rtol=1e-4)
+    assert torch.equal(out[4], before[4])
+    combine(product, out, num_rows=num_rows, lora=None, adds=True, pdl=False)
+    torch.testing.assert_close(out[:4], (expected + product.sum(0))[:4], atol=1e-5, rtol=1e-4)
     assert torch.equal(out[4], before[4])
 
 

@@ -27,7 +27,7 @@ TOLERANCE = 1e-3
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen3_5_moe_text", "qwen3_next", "gemma4_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "glm4_moe", "qwen3_5_moe_text", "qwen3_next", "gemma4_moe"])
 def test_a_mixed_batch_on_the_device(family: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_device(make_mixture(tmp_path, family), device, "none", monkeypatch)
 

@@ -36,7 +36,9 @@ def test_a_mixed_batch_has_the_logits_and_greedy_tokens_of_each_alone(mixture: M
     check_mixed_batch(mixture)
 
 
-@pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen2_moe", marks=pytest.mark.wide), "olmoe"])
+@pytest.mark.parametrize(
+    "family", ["mixtral", "glm4_moe", "dots1", pytest.param("qwen2_moe", marks=pytest.mark.wide), "olmoe"]
+)
 def test_other_mixtures_that_our_decoder_runs(family: str, tmp_path: Path) -> None:
     other = make_mixture(tmp_path, family)
     weights = trusted_weights(other.loaded)
@@ -114,10 +116,10 @@ def test_mlp_names_are_those_of_experts(mixture: Mixture, tmp_path: Path) -> Non
 def test_behind_a_router_that_is_not_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its adapters are on all but the router; one of the router is refused."""
     named = {"all-linear": {"r": 4, "lora_alpha": 8, "target_modules": [*ATTENTION, *MLP]}}
-    glm = make_mixture(tmp_path, "glm4_moe", RECIPES | named)
+    mixture = make_mixture(tmp_path, "dots1_in_groups", RECIPES | named)
     assert "the router of model.layers.1.mlp is none as we know it" in caplog.text
-    check_mixed_batch(glm)
-    model = AutoModelForCausalLM.from_pretrained(glm.folder, dtype=torch.float32)
+    check_mixed_batch(mixture)
+    model = AutoModelForCausalLM.from_pretrained(mixture.folder, dtype=torch.float32)
     folder = save_adapter(model, tmp_path / "router", 9, r=2, target_modules=[], target_parameters=["gate.weight"])
     with pytest.raises(AdapterInvalid, match=r"the base model has no linear layer model\.layers\.1\.mlp\.gate"):
-        read_adapter(folder, glm.loaded.adapter_base(), LIMITS)
+        read_adapter(folder, mixture.loaded.adapter_base(), LIMITS)

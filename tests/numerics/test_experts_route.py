@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from manylora_worker.models.layers.mixture import chosen_experts
+from manylora_worker.models.layers.mixture import Routing, chosen_experts
 
 pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
 
@@ -14,12 +14,17 @@ pytestmark = pytest.mark.kernels
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_sigmoid", [False, True])
 @pytest.mark.parametrize(("rows", "there", "count", "top_k"), [(1, 1, 8, 3), (11, 9, 6, 2), (600, 577, 128, 8)])
-def test_pairs_stand_by_expert_and_in_order(rows: int, there: int, count: int, top_k: int, device: str) -> None:
+def test_pairs_stand_by_expert_and_in_order(
+    rows: int, there: int, count: int, top_k: int, is_sigmoid: bool, device: str
+) -> None:
     if rows > 100 and device == "cpu":
         rows, there = 30, 27
     torch.manual_seed(rows)
-    parts, scales = torch.randn(2, rows, count), torch.rand(count) if rows == 11 else None
+    parts, scales = torch.randn(2, rows, count), torch.rand(count, device=device) if rows == 11 or is_sigmoid else None
+    bias = torch.randn(count, device=device) if is_sigmoid else None
+    routing = Routing(top_k, count != 128, is_sigmoid, bias, scales)
     pairs, block_m = rows * top_k, 16
 
     def buffer(length: int) -> torch.Tensor:
@@ -29,11 +34,10 @@ def test_pairs_stand_by_expert_and_in_order(rows: int, there: int, count: int, t
     groups = Groups(buffer(pairs), tiles, buffer(1), block_m)
     chosen, shares = buffer(pairs), torch.zeros(pairs, device=device)
     route(
-        parts.to(device), chosen, shares, groups, num_experts=count, top_k=top_k, normalizes=True,
+        parts.to(device), chosen, shares, groups, routing, num_experts=count,
         num_rows=torch.tensor([there], dtype=torch.int32, device=device), lora=None, dtype=torch.float32, pdl=False,
-        scales=None if scales is None else scales.to(device),
     )  # fmt: skip
-    wanted, experts = chosen_experts(parts.sum(0)[:there], top_k, normalizes=True, scales=scales)
+    wanted, experts = (each.cpu() for each in chosen_experts(parts.to(device).sum(0)[:there], routing))
     assert torch.equal(chosen.cpu().view(rows, top_k)[:there].long(), experts)
     assert (chosen.cpu().view(rows, top_k)[there:] == count).all()
     torch.testing.assert_close(shares.cpu().view(rows, top_k)[:there], wanted)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from manylora_shared.ids import AdapterUid
 from manylora_worker.models.experts import _down_site, _gate_up_site
 from manylora_worker.models.layers.lora_linear import LoraSwitch, Segment
-from manylora_worker.models.layers.mixture import ExpertLora, LoraExperts, chosen_experts
+from manylora_worker.models.layers.mixture import ExpertLora, LoraExperts, Routing, chosen_experts
 from manylora_worker.weights.layout import HostAdapter, elements_of, lay_out
 from manylora_worker.weights.sites import ExpertShape
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ def test_rows_of_mixed_adapters_and_compositions_at_the_same_experts() -> None:
         switch,
     )
     x = torch.randn(ROWS, 16)
-    shares, chosen = chosen_experts(torch.randn(ROWS, 5), 2, normalizes=True)
+    shares, chosen = chosen_experts(torch.randn(ROWS, 5), Routing(2, normalizes=True))
     torch.testing.assert_close(shares.sum(1), torch.ones(ROWS))
     one = made({slot.path: 3 for site in SITES for slot in site.slots}, 1)
     two = made({"e.0.gate_proj": 2, "e.3.gate_proj": 4, "e.1.up_proj": 4}, 2)  # the others are padding

@@ -18,6 +18,7 @@ from manylora_worker.models.layers.mixture import (
     CLAMP_LIMIT,
     LoraExperts,
     LoraRouter,
+    Routing,
     clamped_swiglu,
 )
 from manylora_worker.models.quantized.stacks import rebuilt, stacks_in
@@ -31,6 +32,7 @@ _LOG = logging.getLogger(__name__)
 _CHECKED_ROWS = 5
 _STACKS = frozenset({GATE_UP, DOWN})
 _BIASES = frozenset({f"{GATE_UP}_bias", f"{DOWN}_bias"})
+_CHOICE_BIAS = "e_score_correction_bias"  # DeepSeek's; GLM's routers have it, too
 
 
 @dataclass(frozen=True)
@@ -152,8 +154,16 @@ def _router(router: nn.Module, site: Site, switch: LoraSwitch) -> LoraRouter:
     linear.out_features, linear.in_features = router.weight.shape
     linear.weight = router.weight
     linear.bias = getattr(router, "bias", None)
+    return LoraRouter(LoraLinear(linear, site, switch), _routing(router))
+
+
+def _routing(router: nn.Module) -> Routing:
     normalizes = bool(getattr(router, "norm_topk_prob", True))
-    return LoraRouter(LoraLinear(linear, site, switch), router.top_k, normalizes=normalizes)
+    bias = getattr(router, _CHOICE_BIAS, None)
+    if bias is None:
+        return Routing(router.top_k, normalizes)
+    scales = torch.full_like(bias, router.routed_scaling_factor, dtype=torch.float32)
+    return Routing(router.top_k, normalizes, is_sigmoid=True, choice_bias=bias.float(), scales=scales)
 
 
 def _install_experts(
@@ -234,6 +244,8 @@ def taken_over(model: PreTrainedModel, found: list[FoundExperts]) -> list[FoundE
 
 def _computes_alike(block: nn.Module, found: FoundExperts) -> bool:
     experts, router = block.experts, getattr(block, found.router_name) if found.router_name else None
+    if getattr(router, "topk_group", 1) != getattr(router, "num_group", 1):
+        return False  # groups of experts are left out: so few rows may not show it
     weight = experts.down_proj
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, _CHECKED_ROWS, found.shape.hidden, generator=generator).to(weight.device, weight.dtype)

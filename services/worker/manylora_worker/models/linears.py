@@ -17,26 +17,26 @@ from manylora_worker.models.ranks.delta_cuts import cut_delta_nets, reordered
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.weights.sites import Site, Slot
 
-# Model type -> module name -> groups of its linear layers that read the same input and become one product. An absent
-# family runs as it is (phi3 fuses its projections itself). Only this table names families: one probing pass learns what
-# else a model does differently (windows, soft caps, scales, head counts). A recorder stands in for the attention and
-# notes what each layer hands over.
+# Module name -> groups of its linear layers that read the same input and become one product, in the families below. An
+# absent family runs as it is (phi3 fuses its projections itself). Only this module names families: one probing pass
+# learns what else a model does differently (windows, soft caps, scales, head counts). A recorder stands in for the
+# attention and notes what each layer hands over.
 _FUSED: Mapping[str, Sequence[Sequence[str]]] = {
     "self_attn": (("q_proj", "k_proj", "v_proj"), ("q_proj", "k_proj")),
     "mlp": (("gate_proj", "up_proj"),),
     "shared_expert": (("gate_proj", "up_proj"),),
+    "shared_experts": (("gate_proj", "up_proj"),),
     "linear_attn": DELTA_INPUTS,
 }
-FUSED_PROJECTIONS: Mapping[str, Mapping[str, Sequence[Sequence[str]]]] = {
-    family: _FUSED
-    for family in (
+FUSED_FAMILIES = frozenset(
+    {
         *("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
         *("granite", "granitemoehybrid", "smollm3", "exaone4", "olmo2", "olmo3", "seed_oss", "qwen3_moe", "gpt_oss"),
         *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
-        *("mixtral", "olmoe", "qwen2_moe", "cwm"),
+        *("mixtral", "olmoe", "qwen2_moe", "cwm", "glm4_moe", "dots1"),
         *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gemma4_text"),
-    )
-}
+    }
+)
 
 
 def linear_modules(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
@@ -71,7 +71,7 @@ def install_linears(
     if group is None:
         cut_delta_nets(model)
     heads = head_modules_of(model)
-    roles = FUSED_PROJECTIONS.get(model.config.get_text_config().model_type, {}) if fused else {}
+    roles = _FUSED if fused and model.config.get_text_config().model_type in FUSED_FAMILIES else {}
 
     def own(path: str) -> tuple[range, ...]:
         if group is None:

@@ -97,6 +97,7 @@ GPT_OSS = "gpt_oss"
 _QWEN3_NEXT = "qwen3_next"
 _MIXTRAL = "mixtral"
 _GRANITE4 = "granitemoehybrid"
+_GLM4_MOE, _DOTS1 = _BY_SIGMOIDS = ("glm4_moe", "dots1")
 _BIASED = ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")  # queries, keys, values
 _FAMILIES: Mapping[str, _Family] = {
     **dict.fromkeys(("llama", "mistral", "ministral", "granite", "cwm", _GRANITE4), _PLAIN),
@@ -118,6 +119,8 @@ _FAMILIES: Mapping[str, _Family] = {
     "qwen3_5_text": _QWEN35,
     "qwen3_5_moe_text": _QWEN35_MOE,
     _QWEN3_NEXT: _QWEN35_MOE,
+    _GLM4_MOE: _Family(has_experts=True, biases_output=False),
+    _DOTS1: _Family(has_experts=True, norms_heads=True),
 }
 # of a family that is not among them: what its layers have that a dense model's have not
 _UNLIKE = {
@@ -230,6 +233,8 @@ class _Reader:
     def _has_experts(self, layer: int) -> bool:
         if not self._family.has_experts:
             return False
+        if self._kind in _BY_SIGMOIDS:
+            return layer >= self._number("first_k_dense_replace", 1 if self._kind == _GLM4_MOE else 0, least=0)
         dense = self._text.get("mlp_only_layers") or ()
         return layer not in dense and (layer + 1) % self._number("decoder_sparse_step", 1) == 0
 
@@ -262,7 +267,7 @@ class _Reader:
         self._add("self_attn.o_proj", queries, hidden, Cut.INPUTS, is_biased=bool(output_bias))
         found.token_kv += 2 * keys if has_keys else 0
         self._count("num_key_value_heads", kv_heads)
-        if family.norms_heads:
+        if family.norms_heads or (self._kind == _GLM4_MOE and self._text.get("use_qk_norm")):
             found.others += head_dim * (2 if has_keys else 1)
         if self._kind == GPT_OSS:
             found.cut_others += self._heads  # sinks
@@ -309,7 +314,9 @@ class _Reader:
 
     def _experts(self, module: str, named: str, *, is_biased: bool = False) -> None:
         found, hidden, width = self._found, self._hidden, self._number(named)
-        count = found.num_experts = self._number("num_experts", self._text.get("num_local_experts"))
+        told = ["n_routed_experts"] if self._kind in _BY_SIGMOIDS else ["num_experts", "num_local_experts"]
+        name = next((each for each in told if self._text.get(each)), told[0])
+        count = found.num_experts = self._number(name)
         path = f"{self._block}.{module}"
         found.experts += [
             Product(hidden, 2 * width, is_biased, path, path, Cut.OUTPUTS, count, ("gate_proj", "up_proj")),
@@ -336,6 +343,14 @@ class _Reader:
             found.widths["shared_expert_intermediate_size", shared] = None
             self._mlp("mlp.shared_expert", shared)
             self._add("mlp.shared_expert_gate", hidden, 1)
+        if self._kind in _BY_SIGMOIDS:
+            self._check_groups()
+            self._mlp("mlp.shared_experts", self._number("n_shared_experts", 1) * self._number(width))
+
+    def _check_groups(self) -> None:
+        groups, taken = (self._number(name, 1) for name in ("n_group", "topk_group"))
+        if groups != taken:
+            raise BadConfig(f"topk_group: a router that takes {taken} of {groups} groups: not planned for")
 
     def _layer_inputs(self, width: int) -> None:
         found, hidden = self._found, self._hidden

@@ -269,12 +269,14 @@ class Decoder:
         return gated
 
     def _add_shared(self, shared: SharedExpert, normed: Tensor, delta: Tensor, step: DeviceStep) -> None:
-        gates = self._shared_gates[: step.rows]
-        product, lora = self._product(shared.gate, normed, gates, step, expands=False)
-        combine(product, gates, num_rows=step.num_rows, lora=lora, pdl=self._pdl)
+        gates = None
+        if shared.gate is not None:
+            gates = self._shared_gates[: step.rows]
+            product, lora = self._product(shared.gate, normed, gates, step, expands=False)
+            combine(product, gates, num_rows=step.num_rows, lora=lora, pdl=self._pdl)
         gated = self._gated_rows(shared.mlp, normed, step)
         product, lora = self._product(shared.mlp.down, gated, self._shared[: step.rows], step)
-        combine(product, delta, num_rows=step.num_rows, lora=lora, gates=gates, pdl=self._pdl)
+        combine(product, delta, num_rows=step.num_rows, lora=lora, adds=True, gates=gates, pdl=self._pdl)
 
     def _branched(
         self, mlp: MixtureMlp, branch: DenseBranch, residual: Tensor, delta: Tensor, step: DeviceStep

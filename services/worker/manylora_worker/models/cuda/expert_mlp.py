@@ -37,7 +37,7 @@ class MixtureSizes:
     @classmethod
     def of(cls, weights: DecoderWeights, *, lora_chunks: int, max_rows: int) -> MixtureSizes | None:
         mixtures = {
-            (layer.mlp.experts.down.shape, layer.mlp.top_k)
+            (layer.mlp.experts.down.shape, layer.mlp.routing.top_k)
             for layer in weights.layers
             if isinstance(layer.mlp, MixtureMlp)
         }
@@ -98,14 +98,15 @@ class ExpertMlp:
             beside, end_beside: for work that the next product does not wait for, and its end.
         """
         count, hidden, width = mlp.experts.down.shape
-        pairs, top_k = x.shape[0] * mlp.top_k, mlp.top_k
+        top_k = mlp.routing.top_k
+        pairs = x.shape[0] * top_k
         chosen, shares = self._chosen[:pairs], self._shares[:pairs]
         block_m = tile_pairs(pairs, count)
         tiles = self._tiles[: most_tiles(pairs, count, block_m) * TILE_FIELDS].view(-1, TILE_FIELDS)
         groups = Groups(self._order[:pairs], tiles, self._count, block_m)
         route(
-            routed, chosen, shares, groups, num_experts=count, top_k=top_k, normalizes=mlp.normalizes,
-            num_rows=num_rows, lora=router_lora, scales=mlp.share_scales, dtype=x.dtype, pdl=self._pdl,
+            routed, chosen, shares, groups, mlp.routing, num_experts=count, num_rows=num_rows, lora=router_lora,
+            dtype=x.dtype, pdl=self._pdl,
         )  # fmt: skip
         if x.shape[0] > 1:
             group(chosen, groups, num_experts=count, pdl=self._pdl)
@@ -152,6 +153,6 @@ class ExpertMlp:
             low_rank=low_rank,
             max_rank=self._max_rank,
             num_experts=site.experts,
-            top_k=mlp.top_k,
+            top_k=mlp.routing.top_k,
             slots=slots,
         )

@@ -22,7 +22,7 @@ from manylora_worker.models.decoder.weights import (
     SharedExpert,
 )
 from manylora_worker.models.layers.delta_net import DELTA_INPUTS, DeltaNet
-from manylora_worker.models.layers.mixture import LoraExperts, LoraRouter
+from manylora_worker.models.layers.mixture import LoraExperts, LoraRouter, Routing
 from manylora_worker.models.loader import LoadedModel
 
 _KNOWN_LAYER_PARTS = frozenset(
@@ -49,7 +49,8 @@ _KNOWN_ATTENTION_PARTS = frozenset(
     {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm", "v_norm", "rotary_emb"}
 )
 _QKV = ("q_proj", "k_proj", "v_proj")
-_SHARED_PARTS = frozenset({"shared_expert", "shared_expert_gate"})
+_GATED_SHARED, _SHARED = "shared_expert", "shared_experts"
+_SHARED_PARTS = frozenset({_GATED_SHARED, "shared_expert_gate", _SHARED})
 _ACTIVATION_PARTS = frozenset({"act_fn", "activation_fn", "activation"})
 _KNOWN_MLP_PARTS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj"}) | _ACTIVATION_PARTS
 _GRANITE_MLP_PARTS = frozenset({"input_linear", "output_linear"})
@@ -158,7 +159,7 @@ def _read_mlp(mlp: nn.Module, activation: Activation) -> DenseMlp | MixtureMlp |
         if read is None or (parts & _SHARED_PARTS and shared is None):
             return None
         own = "clamped_swiglu" if experts.is_clamped else activation
-        return MixtureMlp(read, experts, router.top_k, router.normalizes, own, shared)
+        return MixtureMlp(read, experts, router.routing, own, shared)
     if parts - _ACTIVATION_PARTS == _GRANITE_MLP_PARTS:
         gate_up, down = projection_of(mlp.input_linear), projection_of(mlp.output_linear)
     elif parts - _KNOWN_MLP_PARTS:
@@ -170,9 +171,10 @@ def _read_mlp(mlp: nn.Module, activation: Activation) -> DenseMlp | MixtureMlp |
 
 
 def _read_shared(mlp: nn.Module, activation: Activation) -> SharedExpert | None:
-    expert, gate = getattr(mlp, "shared_expert", None), projection_of(getattr(mlp, "shared_expert_gate", None))
+    gate = projection_of(getattr(mlp, "shared_expert_gate", None))
+    expert = getattr(mlp, _SHARED if gate is None else _GATED_SHARED, None)
     read = None if expert is None else _read_mlp(expert, activation)
-    if not isinstance(read, DenseMlp) or gate is None or gate.out_features != 1:
+    if not isinstance(read, DenseMlp) or (gate is not None and gate.out_features != 1):
         return None
     return SharedExpert(read, gate)
 
@@ -192,8 +194,8 @@ def _read_branch(layer: nn.Module, mlp: DenseMlp, norm: Tensor | None, activatio
     scale, root, shares = factors
     before, after, experts_before, experts_after = own
     branch = DenseBranch(mlp, before, after, scale.detach() * root, experts_before, experts_after)
-    scales = shares.detach().float()
-    return MixtureMlp(projection, experts, top_k, True, activation, branch=branch, share_scales=scales)
+    routing = Routing(top_k, normalizes=True, scales=shares.detach().float())
+    return MixtureMlp(projection, experts, routing, activation, branch=branch)
 
 
 def _layer_norms(layer: nn.Module) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] | None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from manylora_worker.models.layers.delta_net import DeltaNet
 from manylora_worker.models.layers.lora_linear import LoraLinear
-from manylora_worker.models.layers.mixture import LoraExperts
+from manylora_worker.models.layers.mixture import LoraExperts, Routing
 from manylora_worker.models.layers.packed_linear import PackedLinear
 from manylora_worker.models.quantized.linear import QuantizedLinear
 from manylora_worker.models.ranks.cuts import SharedHead
@@ -64,10 +64,10 @@ class DenseMlp:
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """Every row goes to it, too, times the sigmoid of the gate's one output."""
+    """Every row goes to it, too, times the sigmoid of the gate's one output, where it has a gate."""
 
     mlp: DenseMlp
-    gate: Projection
+    gate: Projection | None
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,10 @@ class DenseBranch:
 class MixtureMlp:
     router: Projection
     experts: LoraExperts
-    top_k: int
-    normalizes: bool  # whether a row's shares add up to 1
+    routing: Routing
     activation: ExpertActivation
     shared: SharedExpert | None = None
     branch: DenseBranch | None = None
-    share_scales: Tensor | None = None  # [experts]: of the shares, at last
 
 
 @dataclass(frozen=True)

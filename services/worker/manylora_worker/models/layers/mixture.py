@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +48,7 @@ class ExpertLora:
 
 
 CLAMP_ALPHA, CLAMP_LIMIT = 1.702, 7.0
+LEAST_SUM = 1e-20  # of a row's scores, for sigmoids may all be 0
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -122,28 +124,44 @@ class LoraExperts(nn.Module):
         return result
 
 
-class LoraRouter(nn.Module):
-    """Which experts a row goes to, and their shares: the greatest of a softmax, in float32."""
+@dataclass(frozen=True)
+class Routing:
+    """How a router's logits become the experts of a row and their shares, in float32. An expert's score is its part of
+    a softmax over all, or the sigmoid of its own logit.
 
-    def __init__(self, linear: LoraLinear, top_k: int, *, normalizes: bool) -> None:
+    normalizes: a row's shares add up to 1. choice_bias: [experts], of the scores, where experts are chosen.
+    scales: [experts], of shares at last, which stay float32 then.
+    """
+
+    top_k: int
+    normalizes: bool
+    is_sigmoid: bool = False
+    choice_bias: Tensor | None = None
+    scales: Tensor | None = None
+
+
+class LoraRouter(nn.Module):
+    """Which experts a row goes to, and their shares."""
+
+    def __init__(self, linear: LoraLinear, routing: Routing) -> None:
         super().__init__()
         self.linear = linear
-        self.top_k = top_k
-        self.normalizes = normalizes
+        self.routing = routing
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x: [rows, hidden] -> logits [rows, experts], shares and experts [rows, top_k]."""
-        logits = self.linear(x)
-        return logits, *chosen_experts(logits, self.top_k, normalizes=self.normalizes)
+        logits = self.linear(x.view(-1, x.shape[-1]))
+        return logits, *chosen_experts(logits, self.routing)
 
 
-def chosen_experts(
-    logits: Tensor, top_k: int, *, normalizes: bool, scales: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Their shares, and which they are, [rows, top_k] each. scales: [experts], of shares, which stay float32 then."""
-    shares, experts = torch.topk(logits.softmax(-1, dtype=torch.float32), top_k, dim=-1)
-    if normalizes:
-        shares = shares / shares.sum(-1, keepdim=True)
-    if scales is not None:
-        return shares * scales[experts], experts
+def chosen_experts(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Their shares, and which they are, [rows, top_k] each."""
+    scores = logits.float().sigmoid() if routing.is_sigmoid else logits.softmax(-1, dtype=torch.float32)
+    ranked = scores if routing.choice_bias is None else scores + routing.choice_bias
+    experts = torch.topk(ranked, routing.top_k, dim=-1).indices
+    shares = scores.gather(-1, experts)
+    if routing.normalizes:
+        shares = shares / (shares.sum(-1, keepdim=True) + LEAST_SUM)
+    if routing.scales is not None:
+        return shares * routing.scales[experts], experts
     return shares.to(logits.dtype), experts

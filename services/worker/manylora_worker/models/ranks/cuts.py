@@ -30,7 +30,7 @@ SHARED_FAMILIES = frozenset(
         *("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
         *("granite", "granitemoehybrid", "smollm3", "exaone4", "seed_oss", "phi3", "cwm", "qwen2_vl_text"),
         *("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"),
-        *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gemma4_text"),
+        *("glm4_moe", "dots1", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gemma4_text"),
     }
 )
 _QUERIES, _KEYS, _WIDTH = _COUNTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")

@@ -261,7 +261,8 @@ class TorchDecoder:
             return self._branched(mixture, mlp.branch)
         if mlp.shared is None:
             return mixture
-        return partial(_beside_shared, mixture, self._mlp(mlp.shared.mlp), _Product(mlp.shared.gate))
+        gate = None if mlp.shared.gate is None else _Product(mlp.shared.gate)
+        return partial(_beside_shared, mixture, self._mlp(mlp.shared.mlp), gate)
 
     def _branched(self, mixture: Callable[..., Tensor], branch: DenseBranch) -> Callable[[Tensor], Tensor]:
         norm, post_norm, router_norm, experts_norm, experts_post_norm = (
@@ -327,15 +328,15 @@ def _dense(gate_up: _Product, down: _Product, activation: Callable[[Tensor], Ten
 def _mixture(router: _Product, mlp: MixtureMlp, x: Tensor, routed: Tensor | None = None) -> Tensor:
     # routed: what the router reads; None: x
     logits = router(x if routed is None else routed)
-    shares, experts = chosen_experts(logits, mlp.top_k, normalizes=mlp.normalizes, scales=mlp.share_scales)
+    shares, experts = chosen_experts(logits, mlp.routing)
     result: Tensor = mlp.experts(x, experts, shares)
     return result
 
 
 def _beside_shared(
-    mixture: Callable[[Tensor], Tensor], shared: Callable[[Tensor], Tensor], gate: _Product, x: Tensor
+    mixture: Callable[[Tensor], Tensor], shared: Callable[[Tensor], Tensor], gate: _Product | None, x: Tensor
 ) -> Tensor:
-    return mixture(x).add_(gate(x).sigmoid() * shared(x))
+    return mixture(x).add_(shared(x) if gate is None else gate(x).sigmoid() * shared(x))
 
 
 def trusted_weights(loaded: LoadedModel) -> DecoderWeights | None:

@@ -19,8 +19,8 @@ def _combine_kernel(
     parts_ptr, out_ptr, num_rows_ptr, gates_ptr, outputs_ptr, row_adapters_ptr, low_rank_ptr, weights_ptr, sites_ptr,
     stride_part, stride_low_rank, stride_split, stride_site, WIDTH_0: tl.constexpr, WIDTH_1: tl.constexpr,
     WIDTH_2: tl.constexpr, WIDTH_3: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
-    HAS_GATES: tl.constexpr, HAS_OUTPUTS: tl.constexpr, HAS_LORA: tl.constexpr, CHUNKS: tl.constexpr,
-    SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    ADDS: tl.constexpr, HAS_GATES: tl.constexpr, HAS_OUTPUTS: tl.constexpr, HAS_LORA: tl.constexpr,
+    CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     block = tl.program_id(1)
@@ -51,8 +51,9 @@ def _combine_kernel(
         )  # fmt: skip
         total = tl.sum(total, 0)
     if HAS_GATES:
-        gate = tl.load(gates_ptr + row).to(tl.float32)
-        total = tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32) + total / (1.0 + tl.exp(-gate))
+        total /= 1.0 + tl.exp(-tl.load(gates_ptr + row).to(tl.float32))
+    if ADDS:
+        total += tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, total, mask=mask)
 
 
@@ -63,18 +64,20 @@ def combine(
     num_rows: Tensor,
     lora: LoraRows | None,
     widths: Sequence[int] = (),
+    adds: bool = False,
     gates: Tensor | None = None,
     pdl: bool,
 ) -> None:
     """Args:
     product: [parts, rows, columns], from gemm.linear.
-    out: [rows, columns], contiguous, written; may be `product[0]`.
+    out: [rows, columns], contiguous, written; may be `product[0]`, where it is not added to.
     num_rows: int32 scalar; rows behind it are left alone.
     lora: of the product.
     widths: of its slots; empty: there is one.
-    gates: [rows, 1]: `out` is added to, by as much of the product as the sigmoid of a row's gate says.
+    adds: to what `out` has.
+    gates: [rows, 1]: as much of the product counts as the sigmoid of a row's gate says.
     """
-    if lora is None and gates is None and product.data_ptr() == out.data_ptr():
+    if lora is None and gates is None and not adds and product.data_ptr() == out.data_ptr():
         return
     rows, columns = out.shape
     outputs = None if lora is None else lora.outputs
@@ -86,7 +89,7 @@ def combine(
         product, out, num_rows, out if gates is None else gates, out if outputs is None else outputs,
         **expand_arguments(lora, num_rows),
         stride_part=product.stride(0), WIDTH_0=of_slots[0], WIDTH_1=of_slots[1], WIDTH_2=of_slots[2],
-        WIDTH_3=of_slots[3], BLOCK_N=block_n, PARTS=product.shape[0], HAS_GATES=gates is not None,
-        HAS_OUTPUTS=outputs is not None, PDL=pdl,
+        WIDTH_3=of_slots[3], BLOCK_N=block_n, PARTS=product.shape[0], ADDS=adds,
+        HAS_GATES=gates is not None, HAS_OUTPUTS=outputs is not None, PDL=pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

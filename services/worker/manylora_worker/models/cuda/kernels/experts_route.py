@@ -14,9 +14,11 @@ from torch import Tensor
 
 from manylora_worker.models.cuda.kernels.gemm import load_product
 from manylora_worker.models.cuda.kernels.lora import LoraRows, expand, expand_arguments
+from manylora_worker.models.layers.mixture import LEAST_SUM, Routing
 
 TILE_FIELDS = 4
 _PAIRS_AT_ONCE = 1024
+_LEAST_SUM = tl.constexpr(LEAST_SUM)
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -35,11 +37,12 @@ class Groups:
 @triton.jit
 def _route_kernel(
     product_ptr, experts_ptr, shares_ptr, order_ptr, tiles_ptr, count_ptr, num_rows_ptr, row_adapters_ptr,
-    low_rank_ptr, weights_ptr, sites_ptr, scales_ptr,
+    low_rank_ptr, weights_ptr, sites_ptr, bias_ptr, scales_ptr,
     stride_part, stride_low_rank, stride_split, stride_site, E: tl.constexpr, BLOCK_E: tl.constexpr,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, NORMALIZES: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr,
     HAS_LORA: tl.constexpr, CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr,
-    COLUMNS: tl.constexpr, SCALED: tl.constexpr, IS_ALONE: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr, IS_ALONE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK_E)
@@ -65,18 +68,24 @@ def _route_kernel(
         logits = tl.sum(both, 0)
     # Rounded as transformers rounds them: which of two near experts a row goes to hangs on it.
     logits = tl.where(mask, logits.to(DTYPE).to(tl.float32), float("-inf"))
-    scores = tl.exp(logits - tl.max(logits, 0))
-    scores = tl.where(mask, scores / tl.sum(scores, 0), -1.0)
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        scores = tl.exp(logits - tl.max(logits, 0))
+        scores = scores / tl.sum(scores, 0)
+    ranked = scores
+    if BIASED:
+        ranked += tl.load(bias_ptr + columns, mask=mask, other=0.0)
+    ranked = tl.where(mask, ranked, float("-inf"))
     experts = tl.zeros((BLOCK_K,), tl.int32)
     shares = tl.zeros((BLOCK_K,), tl.float32)
     for k in tl.static_range(TOP_K):
-        best = tl.max(scores, 0)
-        at = tl.minimum(tl.argmax(scores, 0), E - 1)  # of scores that are no numbers, too
+        at = tl.minimum(tl.argmax(ranked, 0), E - 1)  # of scores that are no numbers, too
         experts = tl.where(ks == k, at, experts)
-        shares = tl.where(ks == k, best, shares)
-        scores = tl.where(columns == at, -1.0, scores)
+        shares = tl.where(ks == k, tl.sum(tl.where(columns == at, scores, 0.0), 0), shares)
+        ranked = tl.where(columns == at, float("-inf"), ranked)
     if NORMALIZES:
-        shares = shares / tl.sum(shares, 0)
+        shares = shares / (tl.sum(shares, 0) + _LEAST_SUM)
     if SCALED:
         shares *= tl.load(scales_ptr + experts)
     tl.store(experts_ptr + out, experts, mask=ks < TOP_K)
@@ -94,15 +103,13 @@ def route(
     experts: Tensor,
     shares: Tensor,
     groups: Groups,
+    routing: Routing,
     *,
     num_experts: int,
-    top_k: int,
-    normalizes: bool,
     num_rows: Tensor,
     lora: LoraRows | None,
     dtype: torch.dtype,
     pdl: bool,
-    scales: Tensor | None = None,
 ) -> None:
     """Args:
     product: [parts, rows, experts], the router's, from gemm.linear.
@@ -111,16 +118,16 @@ def route(
     groups: written where there is one row; else by `group`.
     lora: of the router.
     dtype: the model's.
-    scales: float32 [experts], of shares.
     """
-    rows = product.shape[1]
+    rows, top_k = product.shape[1], routing.top_k
     _route_kernel[(rows,)](
         product, experts, shares, groups.order, groups.tiles, groups.count, num_rows,
-        **expand_arguments(lora, num_rows), scales_ptr=scales, stride_part=product.stride(0),
+        **expand_arguments(lora, num_rows), bias_ptr=routing.choice_bias, scales_ptr=routing.scales,
+        stride_part=product.stride(0),
         E=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), TOP_K=top_k, BLOCK_K=triton.next_power_of_2(top_k),
-        NORMALIZES=normalizes, PARTS=product.shape[0], DTYPE=_TRITON_DTYPES[dtype],
-        SCALED=scales is not None, IS_ALONE=rows == 1, PDL=pdl, num_warps=1,
-        launch_pdl=pdl,
+        NORMALIZES=routing.normalizes, PARTS=product.shape[0], DTYPE=_TRITON_DTYPES[dtype],
+        SIGMOID=routing.is_sigmoid, BIASED=routing.choice_bias is not None, SCALED=routing.scales is not None,
+        IS_ALONE=rows == 1, PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
 
 
