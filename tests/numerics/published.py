@@ -55,6 +55,14 @@ _GEMMA3_TEXT: dict[str, Any] = {
 }  # fmt: skip
 
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "glm-4.5-air": {
+        **_SIZES, "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "attention_bias": True,
+        "attention_dropout": 0.0, "eos_token_id": [126, 127, 128], "first_k_dense_replace": 1, "head_dim": 16,
+        "hidden_act": "silu", "moe_intermediate_size": 48, "n_group": 1, "n_routed_experts": 8, "n_shared_experts": 1,
+        "norm_topk_prob": True, "num_experts_per_tok": 3, "num_nextn_predict_layers": 1, "pad_token_id": 125,
+        "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 1000000,
+        "routed_scaling_factor": 1.0, "tie_word_embeddings": False, "topk_group": 1, "use_qk_norm": False,
+    },
     "llama-2": {**_LLAMA, "num_key_value_heads": 4, "pad_token_id": 0, "rope_scaling": None},
     "llama-3": {**_LLAMA, "rope_scaling": None, "rope_theta": 500000.0},
     "llama-3.2": {
