@@ -193,6 +193,12 @@ MIXTURES: dict[str, Callable[[], PretrainedConfig]] = {
     ),
 }  # fmt: skip
 
+_GRANITE4_H = {
+    **_SHAPE, "num_hidden_layers": 4, "layer_types": ["attention", "attention", "mamba", "mamba"],
+    "num_local_experts": 0, "shared_intermediate_size": 112, "position_embedding_type": "nope",
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 3.0, "attention_multiplier": 0.2,
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 24, "mamba_n_groups": 2, "mamba_chunk_size": 16,
+}  # fmt: skip
 _DELTA_NETS = {
     "head_dim": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 8, "linear_key_head_dim": 8,
     "linear_value_head_dim": 10,
@@ -221,6 +227,10 @@ _QWEN35_DENSE = {
 
 # layers that keep a state beside one that attends: a sequence's state takes two blocks of four tokens and more
 RECURRENT: dict[str, Callable[[], PretrainedConfig]] = {
+    "granite4_h": lambda: GraniteMoeHybridConfig(**_GRANITE4_H),
+    "granite4_h_moe": lambda: GraniteMoeHybridConfig(
+        **_GRANITE4_H | {"intermediate_size": 48, "num_local_experts": 8, "num_experts_per_tok": 3},
+    ),
     "qwen3_5_text": lambda: Qwen3_5TextConfig(**_QWEN35_DENSE),
     "qwen3_5_moe_text": lambda: Qwen3_5MoeTextConfig(**_SHAPE, **_QWEN35, **_FEW_EXPERTS),
     "qwen3_next": lambda: Qwen3NextConfig(
@@ -301,6 +311,10 @@ def make_model(family: str, folder: Path, seed: int = 0) -> PreTrainedModel:
                 parameter.normal_(std=0.3)
             elif name.endswith("sinks"):
                 parameter.normal_(std=2.0)
+            elif name.endswith("mamba.A_log"):
+                parameter.uniform_(-4.0, 0.0)  # so that a state is felt for long
+            elif name.endswith("mamba.D"):
+                parameter.normal_()
             elif "norm" in name or name.endswith("scale"):
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
         for name, buffer in model.named_buffers():

@@ -86,9 +86,9 @@ def streams_of(
     return [(Stream(p, None if n is None else uids[n]), n) for p, n in zip(drawn, names, strict=True)]
 
 
-def check_mixed_batch(mixture: Mixture, tolerance: float = TOLERANCE) -> None:
+def check_mixed_batch(mixture: Mixture, tolerance: float = TOLERANCE, *, num_blocks: int = 300) -> None:
     """Prompts in chunks, arrivals in mid-flight, rows of all adapters at the same experts."""
-    driver = Driver(make_runner(mixture.loaded, num_blocks=300), seed=1)
+    driver = Driver(make_runner(mixture.loaded, num_blocks=num_blocks), seed=1)
     mixed = streams_of(mixture, driver, seed=1)
     logits = driver.logits([Stream(stream.prompt, stream.adapter_uid) for stream, _ in mixed])
     for row, (stream, name) in zip(logits, mixed, strict=True):

@@ -221,8 +221,24 @@ def _qwen3_vl(model_type: str, architecture: str, **sizes: Any) -> dict[str, Any
     }  # fmt: skip
 
 
-# a model of text and images, whose text part alone is served
+def _granite4_h(**experts: int) -> dict[str, Any]:
+    return {
+        **_SIZES, "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid",
+        "attention_bias": False, "attention_dropout": 0.0, "attention_multiplier": 0.0078125, "bos_token_id": 1,
+        "embedding_multiplier": 12, "eos_token_id": 2, "hidden_act": "silu", "init_method": "mup",
+        "layer_types": ["mamba", "mamba", "attention"], "logits_scaling": 6, "mamba_chunk_size": 256,
+        "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 16, "mamba_d_state": 24, "mamba_expand": 2,
+        "mamba_n_groups": 1, "mamba_n_heads": 8, "mamba_proj_bias": False, "normalization_function": "rmsnorm",
+        "output_router_logits": False, "pad_token_id": 0, "position_embedding_type": "nope",
+        "residual_multiplier": 0.22, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10000,
+        "router_aux_loss_coef": 0.01, "shared_intermediate_size": 112, "tie_word_embeddings": True, **experts,
+    }  # fmt: skip
+
+
+# a model of text and images, whose text part alone is served; and hybrids
 PUBLISHED_HYBRIDS: dict[str, dict[str, Any]] = {
+    "granite-4.0-h-micro": _granite4_h(num_local_experts=0, num_experts_per_tok=0),
+    "granite-4.0-h-tiny": _granite4_h(num_local_experts=8, num_experts_per_tok=3, intermediate_size=48),
     "mistral-small-3.2": _mistral3("mistral", rope_theta=1e9),
     "ministral-3-8b": _mistral3(
         "ministral3", rope_parameters={

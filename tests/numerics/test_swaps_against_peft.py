@@ -96,7 +96,10 @@ def fight(family: Family, core: EngineCore, requests: list[Asked], uids: dict[st
         ("llama", 0.5),
         ("llama" + KV_IN_FP8, 0.5),
         *[pytest.param(*each, marks=pytest.mark.wide) for each in [("llama", 0.0), ("gemma2", 0.0), ("gemma2", 0.5)]],
-        *[pytest.param(*each, marks=pytest.mark.slow) for each in [("qwen3_5_text", 0.0), ("gemma4_text", 0.5)]],
+        *[
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [("qwen3_5_text", 0.0), ("granite4_h", 0.0), ("gemma4_text", 0.5)]
+        ],
         *[pytest.param(each + KV_IN_FP8, 0.0, marks=pytest.mark.slow) for each in ("qwen3_5_text", "gemma4_text")],
     ],
 )

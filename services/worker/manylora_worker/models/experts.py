@@ -154,7 +154,8 @@ def _router(router: nn.Module, site: Site, switch: LoraSwitch) -> LoraRouter:
     linear.out_features, linear.in_features = router.weight.shape
     linear.weight = router.weight
     linear.bias = getattr(router, "bias", None)
-    return LoraRouter(LoraLinear(linear, site, switch), _routing(router))
+    first = router(router.weight[:1])[0]
+    return LoraRouter(LoraLinear(linear, site, switch), _routing(router), experts_first=not first.is_floating_point())
 
 
 def _routing(router: nn.Module) -> Routing:

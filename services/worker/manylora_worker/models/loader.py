@@ -38,7 +38,6 @@ from manylora_worker.models.experts import (
     whole_experts,
 )
 from manylora_worker.models.layers.attention import ATTENTION, register_attention
-from manylora_worker.models.layers.delta_net import find_delta_nets, install_delta_nets
 from manylora_worker.models.layers.kv_cache import KvGeometry
 from manylora_worker.models.layers.lora_linear import LoraLinear, LoraSwitch
 from manylora_worker.models.layers.packed_linear import can_pack
@@ -59,6 +58,7 @@ from manylora_worker.models.quantized.stacks import QuantizedStack
 from manylora_worker.models.ranks.cuts import cut_codes, cut_head, cut_linears
 from manylora_worker.models.ranks.delta_cuts import codes_in_order
 from manylora_worker.models.ranks.group import RankGroup
+from manylora_worker.models.recurrent_layers import find_recurrent, install_recurrent
 from manylora_worker.models.rope import base_rope
 from manylora_worker.weights.sites import ExpertShape, Site, Slot, TokenBase, WholeNames
 from manylora_worker.weights.source import AdapterBase
@@ -298,7 +298,7 @@ def prepare_model(
     modules = {**modules, **modules_of(experts)}
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what layers were made of: ranks' first sum takes memory beside torch's allocator
-    probed = probe(model, install_delta_nets(model))
+    probed = probe(model, install_recurrent(model))
     context_tokens = max_context_tokens(model.config.get_text_config())
     spec = ModelSpec(
         name=name,
@@ -360,15 +360,15 @@ def _experts(model: PreTrainedModel, quantization: Quantization, group: RankGrou
 
 
 def _check_states(model: PreTrainedModel) -> None:
-    """Raises ModelRefused. What has a convolution over tokens keeps a state; gated delta nets' is ours to keep."""
-    model_type, nets = model.config.model_type, find_delta_nets(model)
-    known = {id(child) for net in nets.values() for child in net.modules()}
+    """Raises ModelRefused. What has a convolution over tokens keeps a state."""
+    model_type = model.config.model_type
+    known = {id(child) for layer in find_recurrent(model).values() for child in layer.modules()}
     convolutions = ((path, each) for path, each in model.named_modules() if isinstance(each, nn.Conv1d))
     path = next((path for path, each in convolutions if id(each) not in known), None)
     if path is not None:
         raise ModelRefused(
             f"{model_type}: {path} keeps a state beside keys and values, from token to token, "
-            "which is not served (recurrent layers that are no gated delta nets)"
+            "which is not served (recurrent layers that are neither gated delta nets nor Mamba 2)"
         )
 
 

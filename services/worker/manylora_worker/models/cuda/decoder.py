@@ -194,6 +194,7 @@ class Decoder:
             if isinstance(layer.mixer, GatedDelta):
                 product, lora = self._recur(layer.mixer, normed, delta, step)
             else:
+                assert isinstance(layer.mixer, SelfAttention), "it has no kernels"
                 product, lora = self._attention(layer.mixer, normed, delta, step, ropes)
             self._norm(product, residual, normed, layer.mixer_post_norm, layer.ffn_norm, step, lora)
             product, lora = self._mlp(layer.mlp, normed, delta, step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,8 +21,10 @@ from manylora_worker.models.decoder.weights import (
     Projection,
     SelfAttention,
     SharedExpert,
+    StateSpace,
 )
 from manylora_worker.models.layers.delta_net import DELTA_INPUTS, DeltaNet
+from manylora_worker.models.layers.mamba import Mamba
 from manylora_worker.models.layers.mixture import LoraExperts, LoraRouter, Routing
 from manylora_worker.models.loader import LoadedModel
 
@@ -29,6 +32,8 @@ _KNOWN_LAYER_PARTS = frozenset(
     {
         "self_attn",
         "linear_attn",
+        "mamba",
+        "block_sparse_moe",
         "mlp",
         "shared_mlp",
         "input_layernorm",
@@ -62,14 +67,16 @@ def read_layers(
     found: list[DecoderLayer | None] = []
     attending = 0
     for index, layer in enumerate(layers.children()):
-        mixer: SelfAttention | GatedDelta | None
-        if hasattr(layer, "self_attn"):
+        mixer: SelfAttention | GatedDelta | StateSpace | None
+        if getattr(layer, "self_attn", None) is not None:
             mixer = _read_attention(loaded, layer.self_attn, attending, rope_of(index, attending))
             attending += 1
         else:
-            mixer = _read_delta(getattr(layer, "linear_attn", None))
+            mixer = _read_recurrent(getattr(layer, "linear_attn", None) or getattr(layer, "mamba", None))
         mlp, norms = getattr(layer, "mlp", None) or getattr(layer, "shared_mlp", None), _layer_norms(layer)
         read_mlp = None if mlp is None else _read_mlp(mlp, activation)
+        if getattr(layer, "block_sparse_moe", None) is not None:
+            read_mlp = _read_beside(layer.block_sparse_moe, read_mlp, activation)
         parts = {name for name, _ in layer.named_children()} - _KNOWN_LAYER_PARTS
         is_known = not parts
         if parts == _BRANCH_PARTS and isinstance(read_mlp, DenseMlp) and norms is not None:
@@ -126,8 +133,10 @@ def _read_attention(loaded: LoadedModel, attention: nn.Module, index: int, rope:
     )
 
 
-def _read_delta(layer: nn.Module | None) -> GatedDelta | None:
+def _read_recurrent(layer: nn.Module | None) -> GatedDelta | StateSpace | None:
     net = None if layer is None else layer.forward
+    if isinstance(net, Mamba):
+        return StateSpace(net)
     if layer is None or not isinstance(net, DeltaNet):
         return None
     fused = (fused_projection(layer, "", members) for members in DELTA_INPUTS)
@@ -177,6 +186,14 @@ def _read_shared(mlp: nn.Module, activation: Activation) -> SharedExpert | None:
     if not isinstance(read, DenseMlp) or (gate is not None and gate.out_features != 1):
         return None
     return SharedExpert(read, gate)
+
+
+def _read_beside(mixture: nn.Module, shared: DenseMlp | MixtureMlp | None, activation: Activation) -> MixtureMlp | None:
+    """Granite 4's."""
+    read = _read_mlp(mixture, activation)
+    if not isinstance(read, MixtureMlp) or not isinstance(shared, DenseMlp):
+        return None
+    return replace(read, shared=SharedExpert(shared, None))
 
 
 def _read_branch(layer: nn.Module, mlp: DenseMlp, norm: Tensor | None, activation: Activation) -> MixtureMlp | None:

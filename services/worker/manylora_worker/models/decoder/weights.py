@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from manylora_worker.models.layers.delta_net import DeltaNet
 from manylora_worker.models.layers.lora_linear import LoraLinear
+from manylora_worker.models.layers.mamba import Mamba
 from manylora_worker.models.layers.mixture import LoraExperts, Routing
 from manylora_worker.models.layers.packed_linear import PackedLinear
 from manylora_worker.models.quantized.linear import QuantizedLinear
@@ -124,6 +125,13 @@ class GatedDelta:
 
 
 @dataclass(frozen=True)
+class StateSpace:
+    """Which `layer` computes alone."""
+
+    layer: Mamba
+
+
+@dataclass(frozen=True)
 class LayerInput:
     """Joins the residual behind the MLP: norm(projection(activation(gate(residual)) * the layer's part of the token's
     `LayerInputs`)).
@@ -153,7 +161,7 @@ class LayerInputs:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    mixer: SelfAttention | GatedDelta
+    mixer: SelfAttention | GatedDelta | StateSpace
     mlp: DenseMlp | MixtureMlp
     input_norm: Tensor | None  # None: the residual as it is
     mixer_post_norm: Tensor | None  # over the mixer's output, before it joins the residual
@@ -198,5 +206,7 @@ class DecoderWeights:
     @property
     def has_kernels(self) -> bool:
         """Whether the GPU's kernels compute all of it."""
+        if any(isinstance(layer.mixer, StateSpace) for layer in self.layers):
+            return False
         by_head = (each.q_norm is None or len(each.q_norm) == each.shape.head_dim for each in self.attentions)
         return all(by_head) and all(each.has_kernels for each in self.deltas)

@@ -1,14 +1,12 @@
 """Gated delta nets (Qwen3.5, Qwen3-Next): layers that keep a matrix a head from token to token, in place of keys and
 values.
 
-`DeltaNet` stands in for the forward of transformers' module, whose linear layers, convolution and norm it calls. The
-rule over several tokens is transformers' own; that over one token of many sequences is here.
+The rule over several tokens is transformers' own; that over one token of many sequences is here.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from manylora_worker.models.layers.attention import STEP_KEYWORD
 from manylora_worker.models.layers.kv_cache import StateGeometry
 from manylora_worker.models.layers.recurrence import LayerStates, StepStates
+from manylora_worker.models.layers.recurrent import RecurrentLayer
 
 _COMMON = frozenset({"conv1d", "norm", "out_proj"})
 # of queries, keys, values, gates, beta and decay; the latter Qwen3-Next's, whose rows ranks/delta_cuts.py puts in order
@@ -56,33 +54,10 @@ def find_delta_nets(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def install_delta_nets(model: nn.Module) -> StateGeometry | None:
-    """None: it has none. What attends and what recurs is numbered each for itself: KV is for the one, state for the
-    other.
-    """
-    nets = [DeltaNet(module, index) for index, module in enumerate(find_delta_nets(model).values())]
-    if not nets:
-        return None
-    attending = [module for name, module in model.named_modules() if name.endswith(".self_attn")]
-    for index, module in enumerate(attending):
-        module.layer_idx = index  # type: ignore[assignment]
-    shape = nets[0].shape
-    return StateGeometry(
-        num_layers=len(nets),
-        matrices=(shape.value_heads, shape.key_dim, shape.value_dim),
-        window=(shape.channels, shape.window),
-    )
-
-
-class DeltaNet:
-    """index: among the model's. Without a step's states the layer computes as transformers wrote it."""
-
+class DeltaNet(RecurrentLayer):
     def __init__(self, layer: nn.Module, index: int) -> None:
-        self.layer: Any = layer
-        self.index = index
-        self._eager: Callable[..., Tensor] = layer.forward
+        super().__init__(layer, index)
         self._chunk_rule = getattr(sys.modules[type(layer).__module__], _CHUNK_RULE)
-        layer.forward = self
 
     @property
     def shape(self) -> DeltaShape:
@@ -90,12 +65,10 @@ class DeltaNet:
         window = layer.conv_kernel_size - 1
         return DeltaShape(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim, window)
 
-    def __call__(self, hidden_states: Tensor, **others: Any) -> Tensor:
-        step = others.get(STEP_KEYWORD)
-        if step is None:
-            return self._eager(hidden_states, **others)
-        outputs: Tensor = step.recur(self, hidden_states)
-        return outputs
+    def state(self, num_layers: int) -> StateGeometry:
+        shape = self.shape
+        matrices = (shape.value_heads, shape.key_dim, shape.value_dim)
+        return StateGeometry(num_layers=num_layers, matrices=matrices, window=(shape.channels, shape.window))
 
     def rows(self, hidden_states: Tensor, states: StepStates) -> Tensor:
         """[T, hidden] -> the same."""
@@ -113,24 +86,6 @@ class DeltaNet:
         states.write(held)
         normed = layer.norm(mixed.reshape(-1, layer.head_v_dim), z.reshape(-1, layer.head_v_dim))
         outputs: Tensor = layer.out_proj(normed.view(hidden_states.shape[0], -1))
-        return outputs
-
-    def _convolved(self, mixed: Tensor, states: StepStates, held: LayerStates) -> Tensor:
-        """[T, channels] -> the same; windows move on."""
-        layer = self.layer
-        outputs = torch.empty_like(mixed)
-        weight, bias = layer.conv1d.weight, layer.conv1d.bias
-        singles, count = states.single_rows, states.num_singles
-        if count:
-            seen = torch.cat((held.windows[:count], mixed[singles].float().unsqueeze(2)), 2)
-            summed = (seen * weight.float().squeeze(1)).sum(2)
-            outputs[singles] = F.silu(summed if bias is None else summed + bias.float()).to(mixed.dtype)
-            held.windows[:count] = seen[:, :, 1:]
-        for window, run in zip(held.windows[count:], states.runs, strict=True):
-            seen = torch.cat((window.to(mixed.dtype), mixed[run.first_row : run.last_row].T), 1)
-            summed = F.conv1d(seen.unsqueeze(0), weight, bias, groups=weight.shape[0])
-            outputs[run.first_row : run.last_row] = F.silu(summed)[0].T
-            window.copy_(seen[:, -window.shape[1] :])
         return outputs
 
     def _ruled(self, inputs: tuple[Tensor, ...], states: StepStates, held: LayerStates) -> Tensor:

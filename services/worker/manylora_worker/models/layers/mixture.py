@@ -126,8 +126,7 @@ class LoraExperts(nn.Module):
 
 @dataclass(frozen=True)
 class Routing:
-    """How a router's logits become the experts of a row and their shares, in float32. An expert's score is its part of
-    a softmax over all, or the sigmoid of its own logit.
+    """Of a router's logits, in float32. An expert's score is its part of a softmax over all, or its logit's sigmoid.
 
     normalizes: a row's shares add up to 1. choice_bias: [experts], of the scores, where experts are chosen.
     scales: [experts], of shares at last, which stay float32 then.
@@ -143,15 +142,17 @@ class Routing:
 class LoraRouter(nn.Module):
     """Which experts a row goes to, and their shares."""
 
-    def __init__(self, linear: LoraLinear, routing: Routing) -> None:
+    def __init__(self, linear: LoraLinear, routing: Routing, *, experts_first: bool = False) -> None:
         super().__init__()
         self.linear = linear
         self.routing = routing
+        self.experts_first = experts_first
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [rows, hidden] -> logits [rows, experts], shares and experts [rows, top_k]."""
+        """x: [rows, hidden] -> logits [rows, experts], shares and experts [rows, top_k]; experts_first: in turn."""
         logits = self.linear(x.view(-1, x.shape[-1]))
-        return logits, *chosen_experts(logits, self.routing)
+        shares, experts = chosen_experts(logits, self.routing)
+        return (experts, shares, logits) if self.experts_first else (logits, shares, experts)
 
 
 def chosen_experts(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:

@@ -56,6 +56,8 @@ def check_cuts(config: PretrainedConfig, size: int, families: frozenset[str]) ->
             f"--tensor-parallel {size}: model_type {text.model_type} is not one that can be shared among ranks "
             f"({', '.join(sorted(families))})"
         )
+    if getattr(text, "mamba_n_heads", 0) and "linear_attention" in (text.layer_types or ()):
+        raise ModelRefused(f"--tensor-parallel {size}: {text.model_type}: Mamba layers are not shared among ranks")
     layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
     names = (*_COUNTS, _GRANITE_WIDTH, *_DELTA_HEADS)
     counts = [(name, getattr(each, name, None) or 0) for each in layers for name in names]
@@ -130,7 +132,7 @@ def _cut_experts(path: str, experts: nn.Module, config: PretrainedConfig, group:
 
 
 def _cut_experts_in_turn(experts: nn.Module, group: RankGroup) -> None:
-    """gpt-oss's, inputs ahead of outputs: a column of the gate stands beside that of up."""
+    """gpt-oss's: a column of the gate stands beside that of up."""
     for name, dim in (("gate_up_proj", 2), ("gate_up_proj_bias", 1), ("down_proj", 1)):
         setattr(experts, name, _frozen(getattr(experts, name).data.chunk(group.size, dim)[group.rank].clone()))
     if group.rank:

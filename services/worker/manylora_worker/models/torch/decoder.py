@@ -25,11 +25,13 @@ from manylora_worker.models.decoder.weights import (
     MixtureMlp,
     Projection,
     SelfAttention,
+    StateSpace,
 )
 from manylora_worker.models.layers.attention import STEP_KEYWORD, AttentionStep
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.layers.lora_linear import Segment
 from manylora_worker.models.layers.mixture import chosen_experts
+from manylora_worker.models.layers.recurrent import RecurrentLayer
 from manylora_worker.models.layers.token_rows import StepTokens
 from manylora_worker.models.loader import LoadedModel
 from manylora_worker.models.torch.inputs import one_chunk
@@ -186,9 +188,9 @@ class _Attention:
         return torch.cat((queries.flatten(1), keys), 1), values, gates.flatten(1)
 
 
-def _recurring(delta: GatedDelta) -> _Mixer:
+def _recurring(layer: RecurrentLayer) -> _Mixer:
     def mix(x: Tensor, step: _Step) -> Tensor:
-        return step.attention.recur(delta.net, x[None])[0]
+        return step.attention.recur(layer, x[None])[0]
 
     return mix
 
@@ -305,9 +307,11 @@ class TorchDecoder:
             scale=layer.scale,
         )
 
-    def _mixer(self, mixer: SelfAttention | GatedDelta) -> _Mixer:
+    def _mixer(self, mixer: SelfAttention | GatedDelta | StateSpace) -> _Mixer:
         if isinstance(mixer, GatedDelta):
-            return _recurring(mixer)
+            return _recurring(mixer.net)
+        if isinstance(mixer, StateSpace):
+            return _recurring(mixer.layer)
         q_norm, k_norm = (_optional(each, self._norm_weight) for each in (mixer.q_norm, mixer.k_norm))
         return _Attention(mixer, q_norm, k_norm, self._weights.eps, is_read=mixer.index in self._read_again)
 
