@@ -59,7 +59,8 @@ pytestmark = pytest.mark.kernels
 
 WITHOUT_KERNELS = ("olmo2", "olmo3")
 ON_DEVICE = [
-    *(name for name in FAMILIES if name not in WITHOUT_KERNELS), "qwen3_5_text", "gemma4_text", "gemma4_wide"
+    *(name for name in FAMILIES if name not in WITHOUT_KERNELS), "qwen3_5_text", "granite4_h", "gemma4_text",
+    "gemma4_wide",
 ]  # fmt: skip
 TOLERANCE = 1e-3
 FP8_FAMILIES = [

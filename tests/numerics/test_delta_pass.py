@@ -1,4 +1,4 @@
-"""Gated delta nets in the GPU's decoder and its graphs, with padding and prompts beside rows that decode, against
+"""Gated delta nets and Mamba in the GPU's decoder and its graphs, padding and prompts beside rows that decode, against
 transformers + peft; in Triton's interpreter a model of two layers, on a GPU layers of Qwen3.5-9B's shape, too.
 """
 
@@ -18,6 +18,7 @@ from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.planning.step_planner import PlannerLimits
 from transformers import (
     AutoModelForCausalLM,
+    GraniteMoeHybridConfig,
     PretrainedConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
@@ -53,7 +54,17 @@ SMALL = {
 FEW_EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
 }  # fmt: skip
+MAMBA = {
+    "vocab_size": 131, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "max_position_embeddings": 64, "pad_token_id": 0, "layer_types": ["mamba", "attention"], "initializer_range": 0.25,
+    "shared_intermediate_size": 40, "position_embedding_type": "nope", "mamba_n_heads": 8, "mamba_d_head": 8,
+    "mamba_d_state": 12, "mamba_n_groups": 2, "residual_multiplier": 0.5,
+}  # fmt: skip
 MODELS = {
+    "mamba": lambda: GraniteMoeHybridConfig(**MAMBA, num_local_experts=0),
+    "mamba mixture": lambda: GraniteMoeHybridConfig(
+        **MAMBA, num_local_experts=4, num_experts_per_tok=2, intermediate_size=16
+    ),
     "dense": lambda: Qwen3_5TextConfig(**SMALL),
     "mixture": lambda: Qwen3_5MoeTextConfig(**SMALL, **FEW_EXPERTS),
     "next": lambda: Qwen3NextConfig(**{**SMALL, "rope_parameters": None}, **FEW_EXPERTS, partial_rotary_factor=0.5),
@@ -62,7 +73,13 @@ MODELS = {
 
 @needs_interpreter
 @OWN_PATTERNS
-@pytest.mark.parametrize(("kind", "has_graphs"), [("dense", False), ("dense", True), ("mixture", True), ("next", True)])
+@pytest.mark.parametrize(
+    ("kind", "has_graphs"),
+    [
+        ("dense", False), ("dense", True), ("mixture", True), ("next", True), ("mamba", False), ("mamba", True),
+        ("mamba mixture", True),
+    ],
+)  # fmt: skip
 def test_the_core_in_the_interpreter(
     kind: str, has_graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,6 +88,9 @@ def test_the_core_in_the_interpreter(
     monkeypatch.setattr(loader, "can_pack", lambda *_: False)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MODELS[kind](), dtype=torch.float32).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("mamba.A_log"):
+            parameter.data.uniform_(-4.0, 0.0)  # so that a state is felt for long
     model.save_pretrained(tmp_path / "model")
     folders = {
         name: save_adapter(model, tmp_path / name, seed, r=rank, lora_alpha=rank, target_modules="all-linear")

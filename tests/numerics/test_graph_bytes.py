@@ -12,7 +12,7 @@ runner = pytest.importorskip("manylora_worker.models.cuda.runner", reason="no Tr
 
 
 def layer(*, is_delta: bool = False, is_mixture: bool = False, has_input: bool = False) -> Any:
-    mixer = mock.Mock(spec=runner.GatedDelta) if is_delta else SimpleNamespace()
+    mixer = mock.Mock(spec=runner.RecurrentMixer) if is_delta else SimpleNamespace()
     mlp = SimpleNamespace(shared=None) if is_mixture else mock.Mock(spec=runner.DenseMlp)
     return SimpleNamespace(mixer=mixer, mlp=mlp, input=SimpleNamespace() if has_input else None)
 

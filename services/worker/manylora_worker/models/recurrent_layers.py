@@ -26,4 +26,6 @@ def install_recurrent(model: nn.Module) -> StateGeometry | None:
     attending = [module for name, module in model.named_modules() if name.endswith(".self_attn")]
     for index, module in enumerate(attending):
         module.layer_idx = index  # type: ignore[assignment]
-    return layers[0].state(len(layers))
+    shape = layers[0].shape
+    matrices = (shape.value_heads, shape.key_dim, shape.value_dim)
+    return StateGeometry(num_layers=len(layers), matrices=matrices, window=(shape.channels, shape.window))

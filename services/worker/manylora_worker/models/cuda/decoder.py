@@ -39,9 +39,9 @@ from manylora_worker.models.decoder.weights import (
     DecoderWeights,
     DenseBranch,
     DenseMlp,
-    GatedDelta,
     MixtureMlp,
     Projection,
+    RecurrentMixer,
     SelfAttention,
     SharedExpert,
 )
@@ -191,10 +191,9 @@ class Decoder:
         ropes = self._step_ropes(step)
         self._norm(None, residual, normed, None, weights.layers[0].input_norm, step, None)
         for i, layer in enumerate(weights.layers):
-            if isinstance(layer.mixer, GatedDelta):
+            if isinstance(layer.mixer, RecurrentMixer):
                 product, lora = self._recur(layer.mixer, normed, delta, step)
             else:
-                assert isinstance(layer.mixer, SelfAttention), "it has no kernels"
                 product, lora = self._attention(layer.mixer, normed, delta, step, ropes)
             self._norm(product, residual, normed, layer.mixer_post_norm, layer.ffn_norm, step, lora)
             product, lora = self._mlp(layer.mlp, normed, delta, step)
@@ -227,7 +226,7 @@ class Decoder:
         return self._summed(mixer.o, attended, delta, step)
 
     def _recur(
-        self, mixer: GatedDelta, normed: Tensor, delta: Tensor, step: DeviceStep
+        self, mixer: RecurrentMixer, normed: Tensor, delta: Tensor, step: DeviceStep
     ) -> tuple[Tensor, LoraRows | None]:
         assert mixer.inputs is not None
         assert self._delta_pass is not None

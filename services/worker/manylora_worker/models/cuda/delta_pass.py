@@ -1,4 +1,4 @@
-"""A gated delta net's part of the decoder's pass, between its two products, over buffers that all such layers share."""
+"""A recurrent layer's part of the decoder's pass, between its two products, over buffers that all such layers share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from manylora_worker.models.cuda.kernels.combine import combine
 from manylora_worker.models.cuda.kernels.delta_net import StateLayout, convolve, delta_rule, gated_norm
 from manylora_worker.models.cuda.kernels.lora import LoraRows
-from manylora_worker.models.decoder.weights import GatedDelta
+from manylora_worker.models.decoder.weights import RecurrentMixer
 from manylora_worker.models.layers.delta_net import DeltaShape
 
 
@@ -47,7 +47,7 @@ class DeltaPass:
 
     def run(
         self,
-        delta: GatedDelta,
+        delta: RecurrentMixer,
         product: Tensor,
         lora: LoraRows | None,
         whole: Tensor,
@@ -93,6 +93,7 @@ class DeltaPass:
             tables=states.tables,
             sequences=states.sequences,
             num_sequences=states.num_sequences,
+            skip=layer.D if shape.is_mamba else None,
             pdl=pdl,
         )
         eps = layer.norm.variance_epsilon

@@ -32,7 +32,7 @@ class PassSizes:
     def of(cls, weights: DecoderWeights, *, lora_chunks: int, max_rows: int, max_decode_rows: int) -> PassSizes:
         # of a mixer: the product that it begins with, and the one that it ends with
         mixers = [(each.qkv, each.o) for each in weights.attentions]
-        mixers += [(each.inputs, each.out) for each in weights.deltas if each.inputs is not None]
+        mixers += [(each.inputs, each.out) for each in weights.recurrent if each.inputs is not None]
         first_outputs = max(first.out_features for first, _ in mixers)
         last_inputs = max(last.in_features for _, last in mixers)
         last_outputs = max(last.out_features for _, last in mixers)
@@ -71,7 +71,7 @@ class PassSizes:
             parts=PARTS_ELEMENTS,
             angles=2 * max_rows * weights.ropes[0][0].shape[1],
             mixture=MixtureSizes.of(weights, lora_chunks=lora_chunks, max_rows=max_rows),
-            delta=DeltaSizes(weights.deltas[0].net.shape, max_rows) if weights.deltas else None,
+            delta=DeltaSizes(weights.recurrent[0].net.shape, max_rows) if weights.recurrent else None,
             inputs=InputSizes.of(weights, max_rows),
         )
 

@@ -47,7 +47,7 @@ from manylora_worker.models.cuda.pending_step import Draws, PendingStep
 from manylora_worker.models.cuda.sampler_rows import SamplerRows, bars_on_device
 from manylora_worker.models.cuda.step_packing import PackedStep, StepPacker
 from manylora_worker.models.cuda.step_tables import StepTables, to_device
-from manylora_worker.models.decoder.weights import DecoderLayer, DecoderWeights, DenseMlp, GatedDelta
+from manylora_worker.models.decoder.weights import DecoderLayer, DecoderWeights, DenseMlp, RecurrentMixer
 from manylora_worker.models.drafts.drafter import Drafter
 from manylora_worker.models.layers.host_kv import TensorHostKv
 from manylora_worker.models.layers.kv_cache import KvCache, LayerKv
@@ -86,7 +86,7 @@ def _kernels_share(layer: DecoderLayer) -> float:
     """Of a dense layer's kernels, which are eight: a layer of experts has about twice as many, and more beside a shared
     one; an input of its own takes four; a delta net has four between its products, where attention has two.
     """
-    beside = (0.0 if layer.input is None else 0.5) + (0.25 if isinstance(layer.mixer, GatedDelta) else 0.0)
+    beside = (0.0 if layer.input is None else 0.5) + (0.25 if isinstance(layer.mixer, RecurrentMixer) else 0.0)
     if isinstance(layer.mlp, DenseMlp):
         return 1.0 + beside
     return (2.0 if layer.mlp.shared is None else 3.0) + beside

@@ -15,13 +15,12 @@ from manylora_worker.models.decoder.weights import (
     DecoderLayer,
     DenseBranch,
     DenseMlp,
-    GatedDelta,
     LayerInput,
     MixtureMlp,
     Projection,
+    RecurrentMixer,
     SelfAttention,
     SharedExpert,
-    StateSpace,
 )
 from manylora_worker.models.layers.delta_net import DELTA_INPUTS, DeltaNet
 from manylora_worker.models.layers.mamba import Mamba
@@ -67,7 +66,7 @@ def read_layers(
     found: list[DecoderLayer | None] = []
     attending = 0
     for index, layer in enumerate(layers.children()):
-        mixer: SelfAttention | GatedDelta | StateSpace | None
+        mixer: SelfAttention | RecurrentMixer | None
         if getattr(layer, "self_attn", None) is not None:
             mixer = _read_attention(loaded, layer.self_attn, attending, rope_of(index, attending))
             attending += 1
@@ -133,15 +132,16 @@ def _read_attention(loaded: LoadedModel, attention: nn.Module, index: int, rope:
     )
 
 
-def _read_recurrent(layer: nn.Module | None) -> GatedDelta | StateSpace | None:
+def _read_recurrent(layer: nn.Module | None) -> RecurrentMixer | None:
     net = None if layer is None else layer.forward
-    if isinstance(net, Mamba):
-        return StateSpace(net)
+    if layer is not None and isinstance(net, Mamba):
+        inputs, out = projection_of(layer.in_proj), projection_of(layer.out_proj)
+        return None if inputs is None or out is None else RecurrentMixer(net, inputs, out)
     if layer is None or not isinstance(net, DeltaNet):
         return None
     fused = (fused_projection(layer, "", members) for members in DELTA_INPUTS)
     inputs, out = next((each for each in fused if each is not None), None), projection_of(layer.out_proj)
-    return None if out is None else GatedDelta(net, inputs, out)
+    return None if out is None else RecurrentMixer(net, inputs, out)
 
 
 def _attention_product(attention: nn.Module) -> tuple[Projection | None, int]:

@@ -21,7 +21,6 @@ from manylora_worker.models.decoder.weights import (
     Activation,
     DecoderLayer,
     DecoderWeights,
-    GatedDelta,
     LayerInputs,
     SelfAttention,
 )
@@ -68,7 +67,7 @@ class _Factors:
         inner = [
             each
             for each in (layer.mixer for layer in layers)
-            if isinstance(each, GatedDelta) or (isinstance(each, SelfAttention) and each.q_norm is not None)
+            if isinstance(each, SelfAttention) and each.q_norm is not None
         ]
         bare = [layer for layer in layers if layer.input_norm is None or layer.ffn_norm is None]
         has_norms = bool(inner) or any(each is not None for each in others)

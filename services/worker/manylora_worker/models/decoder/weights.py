@@ -111,24 +111,19 @@ class SelfAttention:
 
 
 @dataclass(frozen=True)
-class GatedDelta:
+class RecurrentMixer:
     """inputs: None: they are several products, and `net` alone computes the layer."""
 
-    net: DeltaNet
+    net: DeltaNet | Mamba
     inputs: Projection | None
     out: Projection
 
     @property
     def has_kernels(self) -> bool:
         """LoRA's kernels write 8 outputs of a layer at once."""
-        return self.inputs is not None and not any(slot.start % 8 or slot.stop % 8 for slot in self.inputs.site.slots)
-
-
-@dataclass(frozen=True)
-class StateSpace:
-    """Which `layer` computes alone."""
-
-    layer: Mamba
+        if not self.net.has_kernels or self.inputs is None:
+            return False
+        return not any(slot.start % 8 or slot.stop % 8 for slot in self.inputs.site.slots)
 
 
 @dataclass(frozen=True)
@@ -161,7 +156,7 @@ class LayerInputs:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    mixer: SelfAttention | GatedDelta | StateSpace
+    mixer: SelfAttention | RecurrentMixer
     mlp: DenseMlp | MixtureMlp
     input_norm: Tensor | None  # None: the residual as it is
     mixer_post_norm: Tensor | None  # over the mixer's output, before it joins the residual
@@ -200,13 +195,11 @@ class DecoderWeights:
         return [layer.mixer for layer in self.layers if isinstance(layer.mixer, SelfAttention)]
 
     @property
-    def deltas(self) -> Sequence[GatedDelta]:
-        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDelta)]
+    def recurrent(self) -> Sequence[RecurrentMixer]:
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, RecurrentMixer)]
 
     @property
     def has_kernels(self) -> bool:
         """Whether the GPU's kernels compute all of it."""
-        if any(isinstance(layer.mixer, StateSpace) for layer in self.layers):
-            return False
         by_head = (each.q_norm is None or len(each.q_norm) == each.shape.head_dim for each in self.attentions)
-        return all(by_head) and all(each.has_kernels for each in self.deltas)
+        return all(by_head) and all(each.has_kernels for each in self.recurrent)

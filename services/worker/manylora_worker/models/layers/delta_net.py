@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from manylora_worker.models.layers.kv_cache import StateGeometry
 from manylora_worker.models.layers.recurrence import LayerStates, StepStates
 from manylora_worker.models.layers.recurrent import RecurrentLayer
 
@@ -33,6 +32,7 @@ class DeltaShape:
     key_dim: int
     value_dim: int
     window: int  # tokens that the convolution sees beside a row's own
+    is_mamba: bool = False  # see mamba.py: C and B are its queries and keys, and its product has other places
 
     @property
     def values(self) -> int:
@@ -65,10 +65,9 @@ class DeltaNet(RecurrentLayer):
         window = layer.conv_kernel_size - 1
         return DeltaShape(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim, window)
 
-    def state(self, num_layers: int) -> StateGeometry:
-        shape = self.shape
-        matrices = (shape.value_heads, shape.key_dim, shape.value_dim)
-        return StateGeometry(num_layers=num_layers, matrices=matrices, window=(shape.channels, shape.window))
+    @property
+    def has_kernels(self) -> bool:
+        return True
 
     def rows(self, hidden_states: Tensor, states: StepStates) -> Tensor:
         """[T, hidden] -> the same."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from manylora_worker.models.layers.kv_cache import StateGeometry
+from manylora_worker.models.layers.delta_net import DeltaShape
 from manylora_worker.models.layers.recurrence import LayerStates, StepStates
 from manylora_worker.models.layers.recurrent import RecurrentLayer
 
@@ -28,11 +30,21 @@ def find_mambas(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class Mamba(RecurrentLayer):
-    def state(self, num_layers: int) -> StateGeometry:
+    @property
+    def shape(self) -> DeltaShape:
         layer = self.layer
-        matrices = (layer.num_heads, layer.head_dim, layer.ssm_state_size)
-        window = (layer.conv_dim, layer.conv_kernel_size - 1)
-        return StateGeometry(num_layers=num_layers, matrices=matrices, window=window)
+        return DeltaShape(
+            key_heads=layer.n_groups,
+            value_heads=layer.num_heads,
+            key_dim=layer.ssm_state_size,
+            value_dim=layer.head_dim,
+            window=layer.conv_kernel_size - 1,
+            is_mamba=True,
+        )
+
+    @property
+    def has_kernels(self) -> bool:
+        return tuple(self.layer.time_step_limit) == (0.0, math.inf)
 
     def rows(self, hidden_states: Tensor, states: StepStates) -> Tensor:
         layer = self.layer
@@ -64,15 +76,15 @@ class Mamba(RecurrentLayer):
 
 
 def _one_token(matrices: Tensor, rates: Tensor, x: Tensor, dt: Tensor, into: Tensor, out_of: Tensor) -> Tensor:
-    """matrices: [n, heads, dim, size], changed in place. -> as x."""
+    """matrices: [n, heads, size, dim], changed in place. -> as x."""
     into, out_of = (each.repeat_interleave(x.shape[1] // each.shape[1], 1) for each in (into, out_of))
     matrices.mul_((dt * rates).exp()[..., None, None])
-    matrices.add_((x * dt[..., None])[..., None] * into[:, :, None])
-    return (matrices @ out_of[..., None])[..., 0]
+    matrices.add_(into[..., None] * (x * dt[..., None])[:, :, None])
+    return (out_of[:, :, None] @ matrices)[:, :, 0]
 
 
 def _one_chunk(matrix: Tensor, rates: Tensor, x: Tensor, dt: Tensor, into: Tensor, out_of: Tensor) -> Tensor:
-    """matrix: [heads, dim, size], changed in place. Of one sequence, by products of matrices."""
+    """matrix: [heads, size, dim], changed in place. Of one sequence, by products of matrices."""
     repeats = x.shape[1] // into.shape[1]
     x, dt, into, out_of = x.transpose(0, 1), dt.T, into.transpose(0, 1), out_of.transpose(0, 1)  # heads ahead
     decays = (dt * rates[:, None]).cumsum(1)  # [heads, T], their logarithms
@@ -82,7 +94,7 @@ def _one_chunk(matrix: Tensor, rates: Tensor, x: Tensor, dt: Tensor, into: Tenso
     )
     taken = x * dt[..., None]
     into, out_of = into.repeat_interleave(repeats, 0), out_of.repeat_interleave(repeats, 0)
-    outputs = (scores * between.exp_()) @ taken + decays.exp()[..., None] * (out_of @ matrix.mT)
+    outputs = (scores * between.exp_()) @ taken + decays.exp()[..., None] * (out_of @ matrix)
     matrix.mul_(decays[:, -1].exp()[:, None, None])
-    matrix.add_((taken * (decays[:, -1:] - decays).exp()[..., None]).mT @ into)
+    matrix.add_(into.mT @ (taken * (decays[:, -1:] - decays).exp()[..., None]))
     return outputs.transpose(0, 1)

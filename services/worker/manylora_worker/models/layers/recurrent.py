@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from manylora_worker.models.layers.attention import STEP_KEYWORD
-from manylora_worker.models.layers.kv_cache import StateGeometry
 from manylora_worker.models.layers.recurrence import LayerStates, StepStates
 
 
@@ -32,9 +31,6 @@ class RecurrentLayer(ABC):
             return self._eager(hidden_states, **others)
         outputs: Tensor = step.recur(self, hidden_states)
         return outputs
-
-    @abstractmethod
-    def state(self, num_layers: int) -> StateGeometry: ...
 
     @abstractmethod
     def rows(self, hidden_states: Tensor, states: StepStates) -> Tensor:

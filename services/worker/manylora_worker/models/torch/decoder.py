@@ -20,12 +20,11 @@ from manylora_worker.models.decoder.weights import (
     DecoderWeights,
     DenseBranch,
     DenseMlp,
-    GatedDelta,
     LayerInput,
     MixtureMlp,
     Projection,
+    RecurrentMixer,
     SelfAttention,
-    StateSpace,
 )
 from manylora_worker.models.layers.attention import STEP_KEYWORD, AttentionStep
 from manylora_worker.models.layers.kv_cache import KvCache
@@ -307,11 +306,9 @@ class TorchDecoder:
             scale=layer.scale,
         )
 
-    def _mixer(self, mixer: SelfAttention | GatedDelta | StateSpace) -> _Mixer:
-        if isinstance(mixer, GatedDelta):
+    def _mixer(self, mixer: SelfAttention | RecurrentMixer) -> _Mixer:
+        if isinstance(mixer, RecurrentMixer):
             return _recurring(mixer.net)
-        if isinstance(mixer, StateSpace):
-            return _recurring(mixer.layer)
         q_norm, k_norm = (_optional(each, self._norm_weight) for each in (mixer.q_norm, mixer.k_norm))
         return _Attention(mixer, q_norm, k_norm, self._weights.eps, is_read=mixer.index in self._read_again)
 

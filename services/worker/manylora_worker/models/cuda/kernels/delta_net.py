@@ -1,7 +1,7 @@
-"""A gated delta net between its two products: a short causal convolution, the delta rule token by token, a gated norm.
+"""A gated delta net, or Mamba 2, between its two products: a short causal convolution, a rule by token, a gated norm.
 
-Source: Gated Delta Networks (Yang et al., 2024). States stand in the first blocks of their sequences' tables
-(layers/recurrence.py), and are read and written in place.
+Source: Gated Delta Networks (Yang et al., 2024); Mamba's is in layers/mamba.py. States stand in the first blocks of
+their sequences' tables (layers/recurrence.py), and are read and written in place.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class StateLayout:
 
 
 # Formats: `product` is [rows, channels + values + 2 * value heads]: queries, keys, values; the gates of the norm; beta
-# and decay as they come from the product. `sequences` is int32 [n, 4]: first row, rows (0: unused), position of the
-# first row, its sequence in `tables`.
+# and decay as they come from the product. Mamba's is [rows, values + channels + value heads]: the gates; values, keys,
+# queries; the step, which is its beta and its decay. `sequences` is int32 [n, 4]: first row, rows (0: unused), position
+# of the first row, its sequence in `tables`.
 @triton.jit
 def _in_blocks(states_ptr, table_ptr, elements, mask, BLOCK: tl.constexpr):
     blocks = tl.load(table_ptr + elements // BLOCK, mask=mask, other=0).to(tl.int64)
@@ -45,18 +46,23 @@ def _convolve_kernel(
     table_rows_ptr, positions_ptr, offsets_ptr, num_rows_ptr, first_element, stride_product, stride_table, eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SCALE: tl.constexpr,
-    PDL: tl.constexpr,
+    MAMBA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of queries, keys or values of one row."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
-    CHANNELS: tl.constexpr = 2 * KEYS + VALUE_HEADS * VALUE_DIM
+    VALUES: tl.constexpr = VALUE_HEADS * VALUE_DIM
+    CHANNELS: tl.constexpr = 2 * KEYS + VALUES
     is_value = head >= 2 * KEY_HEADS
     value_head = head - 2 * KEY_HEADS
     within = tl.arange(0, BLOCK_C)
     mask = within < tl.where(is_value, VALUE_DIM, KEY_DIM)
-    channels = tl.where(is_value, 2 * KEYS + value_head * VALUE_DIM, head * KEY_DIM) + within
+    if MAMBA:
+        key_at = VALUES + tl.where(head < KEY_HEADS, KEYS + head * KEY_DIM, (head - KEY_HEADS) * KEY_DIM)
+        channels = tl.where(is_value, value_head * VALUE_DIM, key_at) + within
+    else:
+        channels = tl.where(is_value, 2 * KEYS + value_head * VALUE_DIM, head * KEY_DIM) + within
     weight_at = weight_ptr + channels * (WINDOW + 1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -68,6 +74,8 @@ def _convolve_kernel(
     table_ptr = tables_ptr + tl.load(table_rows_ptr + row).to(tl.int64) * stride_table
     row_at = product_ptr + row.to(tl.int64) * stride_product
     at = row_at + channels
+    if MAMBA:
+        at += VALUES
     total = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     total *= tl.load(weight_at + WINDOW, mask=mask, other=0.0).to(tl.float32)
     for back in tl.static_range(1, WINDOW + 1):
@@ -82,15 +90,19 @@ def _convolve_kernel(
     total = total / (1.0 + tl.exp(-total))
     total = total.to(product_ptr.dtype.element_ty).to(tl.float32)
     if is_value:
-        beta = tl.load(row_at + CHANNELS + VALUE_HEADS * VALUE_DIM + value_head).to(tl.float32)
-        step = tl.load(row_at + CHANNELS + VALUE_HEADS * VALUE_DIM + VALUE_HEADS + value_head).to(tl.float32)
+        beta = 0.0
+        step_at = row_at + CHANNELS + VALUES + value_head
+        if not MAMBA:
+            beta = tl.load(step_at).to(tl.float32)
+            step_at += VALUE_HEADS
+        step = tl.load(step_at).to(tl.float32)
         step += tl.load(decay_bias_ptr + value_head).to(tl.float32)
         step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(step)))
         decay = tl.exp(-tl.exp(tl.load(decay_ptr + value_head).to(tl.float32)) * step)
         gate_at = gates_ptr + (row * VALUE_HEADS + value_head) * 2
         tl.store(gate_at, decay)
-        tl.store(gate_at + 1, 1.0 / (1.0 + tl.exp(-beta)))
-    else:
+        tl.store(gate_at + 1, step if MAMBA else 1.0 / (1.0 + tl.exp(-beta)))
+    elif not MAMBA:
         scale = tl.rsqrt(tl.sum(total * total, 0) + eps)
         total *= tl.where(head < KEY_HEADS, scale * SCALE, scale)
     tl.store(out_ptr + row.to(tl.int64) * CHANNELS + channels, total, mask=mask)
@@ -116,8 +128,8 @@ def convolve(
     pdl: bool,
 ) -> None:
     """Args:
-    out: float32 [rows, channels], written: queries and keys of length 1, the queries scaled.
-    gates: float32 [rows, value heads, 2], written: the decay, and beta.
+    out: float32 [rows, channels], written: queries and keys of length 1, the queries scaled; Mamba's as they are.
+    gates: float32 [rows, value heads, 2], written: the decay, and beta or the step.
     weight: [channels, 1, window + 1]. bias: [channels].
     decay, decay_bias: [value heads], the former as a logarithm of what is taken off in a step.
     layer: among those that keep a state.
@@ -130,16 +142,18 @@ def convolve(
         NORM_EPS, KEY_HEADS=shape.key_heads, VALUE_HEADS=shape.value_heads, KEY_DIM=shape.key_dim,
         VALUE_DIM=shape.value_dim, WINDOW=shape.window,
         BLOCK_C=max(32, triton.next_power_of_2(max(shape.key_dim, shape.value_dim))), BLOCK=states.block_elements,
-        HAS_BIAS=bias is not None, SCALE=shape.key_dim**-0.5, PDL=pdl, num_warps=1, launch_pdl=pdl,
+        HAS_BIAS=bias is not None, SCALE=shape.key_dim**-0.5, MAMBA=shape.is_mamba, PDL=pdl, num_warps=1,
+        launch_pdl=pdl,
     )  # fmt: skip
 
 
 @triton.jit
 def _delta_rule_kernel(
-    convolved_ptr, gates_ptr, product_ptr, out_ptr, states_ptr, tables_ptr, sequences_ptr, first_element,
+    convolved_ptr, gates_ptr, product_ptr, out_ptr, skip_ptr, states_ptr, tables_ptr, sequences_ptr, first_element,
     stride_product, stride_table, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    SLICES: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr, WHOLE_ROWS: tl.constexpr, PDL: tl.constexpr,
+    SLICES: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr, WHOLE_ROWS: tl.constexpr, MAMBA: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one head's matrix, over all rows that the step has of one sequence; and a share of its window."""
     head = tl.program_id(0) // SLICES
@@ -171,11 +185,18 @@ def _delta_rule_kernel(
         return
     row = convolved_ptr + first_row.to(tl.int64) * CHANNELS
     q_at = row + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + ks
-    v_at = row + 2 * KEYS + head * VALUE_DIM + vs
+    v_at = row + head * VALUE_DIM + vs
+    TO_KEYS: tl.constexpr = -KEYS if MAMBA else KEYS
+    skip = 0.0
+    if MAMBA:
+        q_at += VALUE_HEADS * VALUE_DIM + KEYS
+        skip = tl.load(skip_ptr + head).to(tl.float32)
+    else:
+        v_at += 2 * KEYS
     gate_at = gates_ptr + (first_row * VALUE_HEADS + head) * 2
     out_at = out_ptr + first_row.to(tl.int64) * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + vs
     q = tl.load(q_at, mask=k_mask, other=0.0)
-    k = tl.load(q_at + KEYS, mask=k_mask, other=0.0)
+    k = tl.load(q_at + TO_KEYS, mask=k_mask, other=0.0)
     v = tl.load(v_at, mask=v_mask, other=0.0)
     decay = tl.load(gate_at)
     beta = tl.load(gate_at + 1)
@@ -186,13 +207,16 @@ def _delta_rule_kernel(
         v_at += CHANNELS
         gate_at += 2 * VALUE_HEADS
         next_q = tl.load(q_at, mask=k_mask & is_more, other=0.0)
-        next_k = tl.load(q_at + KEYS, mask=k_mask & is_more, other=0.0)
+        next_k = tl.load(q_at + TO_KEYS, mask=k_mask & is_more, other=0.0)
         next_v = tl.load(v_at, mask=v_mask & is_more, other=0.0)
         next_decay = tl.load(gate_at, mask=is_more, other=0.0)
         next_beta = tl.load(gate_at + 1, mask=is_more, other=0.0)
         state *= decay
-        change = (v - tl.sum(state * k[:, None], 0)) * beta
+        change = v if MAMBA else v - tl.sum(state * k[:, None], 0)
+        change *= beta
         answer = tl.sum(state * q[:, None], 0) + tl.sum(q * k, 0) * change
+        if MAMBA:
+            answer += skip * v
         state += k[:, None] * change[None, :]
         tl.store(out_at, answer, mask=v_mask)
         out_at += VALUE_HEADS * VALUE_DIM
@@ -208,6 +232,8 @@ def _delta_rule_kernel(
     channels = tl.program_id(0) * SHARE + within
     mask = (within < SHARE) & (channels < CHANNELS)
     last_at = product_ptr + (first_row + count - 1).to(tl.int64) * stride_product + channels
+    if MAMBA:
+        last_at += VALUE_HEADS * VALUE_DIM
     window = first_element + VALUE_HEADS * KEY_DIM * VALUE_DIM + channels * WINDOW
     for place in tl.static_range(0, WINDOW):
         back = WINDOW - 1 - place
@@ -230,6 +256,7 @@ def delta_rule(
     tables: Tensor,
     sequences: Tensor,
     num_sequences: int,
+    skip: Tensor | None = None,
     pdl: bool,
 ) -> None:
     """Each sequence's rows one after the other; its state moves on.
@@ -239,6 +266,7 @@ def delta_rule(
         product: what was convolved, for the next window.
         out: float32 [rows, value heads * value_dim], written.
         num_sequences: entries of `sequences` to look at.
+        skip: [value heads], Mamba's D.
     """
     whole_rows = all(edge % shape.value_dim == 0 for edge in (states.block_elements, states.layer_elements))
     is_many = num_sequences * shape.value_heads * triton.cdiv(shape.value_dim, _WIDE) >= _MANY_PROGRAMS
@@ -246,12 +274,12 @@ def delta_rule(
     slices = triton.cdiv(shape.value_dim, block_v)
     share = triton.cdiv(shape.channels, shape.value_heads * slices)
     _delta_rule_kernel[(shape.value_heads * slices, num_sequences)](
-        convolved, gates, product, out, states.blocks, tables, sequences, layer * states.layer_elements,
+        convolved, gates, product, out, skip, states.blocks, tables, sequences, layer * states.layer_elements,
         product.stride(0), tables.stride(0), KEY_HEADS=shape.key_heads, VALUE_HEADS=shape.value_heads,
         KEY_DIM=shape.key_dim, VALUE_DIM=shape.value_dim, WINDOW=shape.window,
         BLOCK_K=triton.next_power_of_2(shape.key_dim), BLOCK_V=block_v, SLICES=slices,
         BLOCK_C=max(32, triton.next_power_of_2(share)), BLOCK=states.block_elements,
-        WHOLE_ROWS=whole_rows, PDL=pdl, num_warps=1, launch_pdl=pdl,
+        WHOLE_ROWS=whole_rows, MAMBA=shape.is_mamba, PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -278,6 +306,27 @@ def _gated_norm_kernel(
     tl.store(out_ptr + at, x * scale * weight * gate / (1.0 + tl.exp(-gate)), mask=mask)
 
 
+@triton.jit
+def _norm_of_gated_kernel(
+    x_ptr, product_ptr, out_ptr, weight_ptr, num_rows_ptr, stride_product, eps, VALUES: tl.constexpr,
+    BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    within = tl.arange(0, BLOCK_V)
+    mask = within < VALUES
+    weight = tl.load(weight_ptr + within, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if row >= tl.load(num_rows_ptr):
+        return
+    x = tl.load(x_ptr + row * VALUES + within, mask=mask, other=0.0)
+    gate = tl.load(product_ptr + row * stride_product + within, mask=mask, other=0.0).to(tl.float32)
+    x *= gate / (1.0 + tl.exp(-gate))
+    scale = tl.rsqrt(tl.sum(x * x, 0) / VALUES + eps)
+    tl.store(out_ptr + row * VALUES + within, x * scale * weight, mask=mask)
+
+
 def gated_norm(
     x: Tensor,
     product: Tensor,
@@ -289,7 +338,16 @@ def gated_norm(
     num_rows: Tensor,
     pdl: bool,
 ) -> None:
-    """x, out: [rows, value heads * value_dim], the former in float32; normed by heads, times silu of the gates."""
+    """x, out: [rows, value heads * value_dim], the former in float32; normed by heads, times silu of the gates. Mamba's
+    is times those first, and normed whole.
+    """
+    if shape.is_mamba:
+        block_v = triton.next_power_of_2(shape.values)
+        _norm_of_gated_kernel[(x.shape[0],)](
+            x, product, out, weight, num_rows, product.stride(0), eps, VALUES=shape.values, BLOCK_V=block_v, PDL=pdl,
+            num_warps=min(8, max(1, block_v // 512)), launch_pdl=pdl,
+        )  # fmt: skip
+        return
     _gated_norm_kernel[(x.shape[0], shape.value_heads)](
         x, product, out, weight, num_rows, product.stride(0), eps, CHANNELS=shape.channels,
         VALUE_HEADS=shape.value_heads, VALUE_DIM=shape.value_dim, BLOCK_V=triton.next_power_of_2(shape.value_dim),
