@@ -35,7 +35,7 @@ DENSE = (
     *("smollm3", "exaone4", "seed_oss", "granitemoehybrid", "cwm"),
 )
 MIXTURES = ("qwen3_moe", "gpt_oss", "mixtral", "qwen2_moe", "glm4_moe", "dots1")
-HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granite4_h", "granite4_h_moe")
 GEMMA4 = ("gemma4_text", "gemma4_wide")
 NEW = ("gemma4_moe_wide", "ministral3")
 WITHOUT_KERNELS = ("olmo2", "olmo3", "dots1_in_groups", "olmoe")
@@ -69,7 +69,7 @@ def has_kernels(loaded: LoadedModel) -> bool:
 
 def adapter_bytes(loaded: LoadedModel) -> int:
     """Of an adapter on all linear layers, experts and routers aside, for each of its rank."""
-    names = ("mlp.gate", "mlp.router")
+    names = ("mlp.gate", "mlp.router", "block_sparse_moe.router")
     own = [site for site in loaded.sites if not site.experts and not site.slots[0].path.endswith(names)]
     return 2 * sum(site.in_features + slot.stop - slot.start for site in own for slot in site.slots)
 

@@ -63,6 +63,7 @@ class Parts:
     sums: int = 0  # over ranks, by a step
     counts: dict[tuple[str, int], None] = field(default_factory=dict)
     widths: dict[tuple[str, int], None] = field(default_factory=dict)
+    whole: str = ""  # what ranks cannot share
 
     @property
     def expert_elements(self) -> int:
@@ -132,6 +133,7 @@ _UNLIKE = {
     "per_layer_config": "layers that differ",
 }
 _LINEAR, _FULL = "linear_attention", "full_attention"
+_MAMBA = "mamba"  # as Granite 4's are published; transformers writes _LINEAR
 _SLIDING = "sliding_attention"
 _ATTENTION = "attention"  # Granite 4's
 _KERNELS_OUTPUTS = 8  # of a delta net's layer, at whose multiples each begins
@@ -145,7 +147,7 @@ def parts_of(config: Mapping[str, Any]) -> Parts:
         raise BadConfig(f"text_config: must be an object, not {text!r}")
     kind = text.get("model_type", "llama")
     family = _FAMILIES.get(kind)
-    if family is None or (kind == _GRANITE4 and text.get("num_local_experts")):
+    if family is None:
         reason = next((reason for key, reason in _UNLIKE.items() if text.get(key)), "runs without our kernels on a GPU")
         raise BadConfig(f"{kind}: {reason}: not planned for")
     root = "model" if text is config else "model.language_model"
@@ -160,7 +162,11 @@ def _is_tied(config: Mapping[str, Any], text: Mapping[str, Any], family: _Family
 
 def check_kernels(parts: Parts) -> None:
     """Raises BadConfig where a GPU runs it by torch's operators."""
-    nets = (each for each in parts.products if f".{_DELTA_NET}." in each.path and each.cut is Cut.OUTPUTS)
+    nets = (
+        each
+        for each in parts.products
+        if (f".{_DELTA_NET}." in each.path and each.cut is Cut.OUTPUTS) or each.path.endswith(f".{_MAMBA}.in_proj")
+    )
     odd = next((each for each in nets if each.outputs % _KERNELS_OUTPUTS), None)
     if odd is not None:
         raise BadConfig(
@@ -192,16 +198,18 @@ class _Reader:
             self._block = f"{self._root}.layers.{layer}"
             found.others += self._family.norms * self._hidden
             found.sums += 2
-            if kind == _LINEAR:
+            if kind == _MAMBA or (kind == _LINEAR and self._kind == _GRANITE4):
+                self._mamba()
+            elif kind == _LINEAR:
                 self._delta_net()
             elif self._kind == _GEMMA4:
                 self._unlike_attention(layer, kind, is_shared=layer >= shared_from)
             else:
                 self._attention(self._kv_heads, self._head_dim)
-            if self._has_experts(layer):
-                self._mixture()
-            elif self._kind == _GRANITE4:
+            if self._kind == _GRANITE4:
                 self._granite_mlp()
+            elif self._has_experts(layer):
+                self._mixture()
             else:  # also beside Gemma 4's experts
                 doubles = self._text.get("use_double_wide_mlp") and layer >= shared_from > 0
                 self._mlp("mlp", self._number("intermediate_size") * (2 if doubles else 1))
@@ -224,7 +232,13 @@ class _Reader:
             return [_FULL] * self._layers
         if not isinstance(kinds, list) or len(kinds) < self._layers:
             raise BadConfig(f"layer_types: must name each of {self._layers} layers")
-        known = {_FULL, _SLIDING, _ATTENTION, *([_LINEAR] if self._family.is_gated else [])}
+        known = {
+            _FULL,
+            _SLIDING,
+            _ATTENTION,
+            *([_LINEAR] if self._family.is_gated else []),
+            *([_MAMBA, _LINEAR] if self._kind == _GRANITE4 else []),
+        }
         strange = next((kind for kind in kinds if kind not in known), None)
         if strange is not None:
             raise BadConfig(f"layer_types: {strange!r} is not planned for")
@@ -300,7 +314,26 @@ class _Reader:
         self._count("linear_num_key_heads", key_heads)
         self._count("linear_num_value_heads", heads)
 
+    def _mamba(self) -> None:
+        heads, size, groups = (
+            self._number("mamba_n_heads"),
+            self._number("mamba_d_state"),
+            self._number("mamba_n_groups", 1),
+        )
+        values, taps = self._number("mamba_expand", 2) * self._hidden, self._number("mamba_d_conv", 4)
+        channels, is_biased = values + 2 * groups * size, bool(self._text.get("mamba_proj_bias"))
+        self._add(f"{_MAMBA}.in_proj", self._hidden, values + channels + heads, is_biased=is_biased)
+        self._add(f"{_MAMBA}.out_proj", values, self._hidden, is_biased=is_biased)
+        convolution = channels * (taps + bool(self._text.get("mamba_conv_bias", True)))
+        self._found.others += values + 3 * heads + convolution
+        self._found.state += values * size + (taps - 1) * channels
+        self._found.whole = "Mamba layers"
+
     def _granite_mlp(self) -> None:
+        if self._text.get("num_local_experts"):
+            self._experts("block_sparse_moe.experts", "intermediate_size")
+            self._found.top_k = self._number("num_experts_per_tok")
+            self._found.others += self._found.num_experts * self._hidden
         width, hidden = self._number("shared_intermediate_size"), self._hidden
         self._read("shared_mlp", {"input_linear": 2 * width})
         self._add("shared_mlp.output_linear", width, hidden, Cut.INPUTS)

@@ -11,10 +11,13 @@ _WIDTHS = 8  # an adapter's matrices of experts begin at multiples of it
 
 def share_of(parts: Parts, ranks: int) -> Parts:
     """The first rank's. `vocab` is what it has of the output head. Raises BadConfig where the worker refuses it."""
+    option = f"--tensor-parallel {ranks}"
+    if parts.whole:
+        raise BadConfig(f"{option}: {parts.kind}: {parts.whole} are not shared among ranks")
     odd = [f"{name} {count}" for name, count in parts.counts if count % ranks]
     odd += [f"{name} {width} into multiples of {_WIDTHS}" for name, width in parts.widths if width % (ranks * _WIDTHS)]
     if odd:
-        raise BadConfig(f"--tensor-parallel {ranks}: does not divide {' and '.join(odd)}")
+        raise BadConfig(f"{option}: does not divide {' and '.join(odd)}")
     share = replace(
         parts,
         vocab=-(-parts.vocab // ranks),
