@@ -24,6 +24,7 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     PreTrainedModel,
     Qwen3_5TextConfig,
@@ -31,6 +32,13 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+# What Granite 4's hybrids have alike.
+_GRANITE4_H: dict[str, Any] = {
+    "vocab_size": 100352, "num_hidden_layers": 40, "max_position_embeddings": 16384, "position_embedding_type": "nope",
+    "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "tie_word_embeddings": True, "layer_types": [
+        "attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)
+    ],
+}  # fmt: skip
 SHAPES: dict[str, Any] = {
     "llama-3.1-8b": lambda: LlamaConfig(
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
@@ -59,6 +67,14 @@ SHAPES: dict[str, Any] = {
         linear_key_head_dim=128, linear_value_head_dim=128, max_position_embeddings=16384, tie_word_embeddings=False,
         layer_types=[*["linear_attention"] * 3, "full_attention"] * 8,
     ),
+    "granite-4.0-h-tiny": lambda: GraniteMoeHybridConfig(
+        **_GRANITE4_H, hidden_size=1536, intermediate_size=512, shared_intermediate_size=1024, num_attention_heads=12,
+        num_key_value_heads=4, num_local_experts=64, num_experts_per_tok=6, mamba_n_heads=48,
+    ),
+    "granite-4.0-h-small": lambda: GraniteMoeHybridConfig(
+        **_GRANITE4_H, hidden_size=4096, intermediate_size=768, shared_intermediate_size=1536, num_attention_heads=32,
+        num_key_value_heads=8, num_local_experts=72, num_experts_per_tok=10, mamba_n_heads=128,
+    ),
     "llama-tiny": lambda: LlamaConfig(
         vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=4096, rms_norm_eps=1e-5, tie_word_embeddings=False,
@@ -67,6 +83,7 @@ SHAPES: dict[str, Any] = {
 PROJECTIONS = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+    *("in_proj", "input_linear", "output_linear"),
 )
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
