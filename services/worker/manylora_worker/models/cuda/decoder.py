@@ -133,7 +133,8 @@ class Decoder:
         self._delta = buffer("delta") if group is None else group.summed_buffer(*sizes.rows["delta"], dtype)
         if group is not None:
             self._head, self._heads = buffer("head"), buffer("heads")
-        self._mixed, self._routed = buffer("mixed"), buffer("routed")
+        self._mixed, self._lora = buffer("mixed"), buffer("lora")
+        self._routed = torch.zeros(sizes.scores, device=device) if sizes.scores else buffer("routed")
         self._q, self._gates, self._attended = buffer("q"), buffer("gates"), buffer("attended")
         self._gate_up, self._gated = buffer("gate_up"), buffer("gated")
         self._shared, self._shared_gates, self._branch = buffer("shared"), buffer("shared_gates"), buffer("branch")
@@ -149,7 +150,6 @@ class Decoder:
         if sizes.inputs is not None:
             self._inputs = InputPass(weights, sizes.inputs, dtype, device, pdl=pdl)
         self._logits = buffer("logits")
-        self._lora = buffer("lora")
         self._lora_tiles = LoraTiles.where_it_runs(lora_chunks, dtype, device)
         self._low_rank = torch.zeros(sizes.low_rank, device=device)
         self._parts = torch.empty(sizes.parts, device=device)

@@ -106,7 +106,7 @@ class ExpertMlp:
         groups = Groups(self._order[:pairs], tiles, self._count, block_m)
         route(
             routed, chosen, shares, groups, mlp.routing, num_experts=count, num_rows=num_rows, lora=router_lora,
-            dtype=x.dtype, pdl=self._pdl,
+            dtype=routed.dtype if mlp.routing.is_sigmoid else x.dtype, pdl=self._pdl,
         )  # fmt: skip
         if x.shape[0] > 1:
             group(chosen, groups, num_experts=count, pdl=self._pdl)

@@ -24,6 +24,7 @@ class PassSizes:
     low_rank: int
     parts: int
     angles: int
+    scores: int  # logits of routers, where these are float32
     mixture: MixtureSizes | None
     delta: DeltaSizes | None
     inputs: InputSizes | None
@@ -45,6 +46,7 @@ class PassSizes:
         gate_up = max((mlp.gate_up.out_features for mlp in dense), default=0)
         gated = max((mlp.down.in_features for mlp in dense), default=0)
         routers = [mlp.router.out_features for mlp in mixtures]
+        is_exact = any(mlp.routing.is_sigmoid for mlp in mixtures)
         widths = {each.in_features for both in mixers for each in both} | {gated} - {0}
         most = max(shrink_splits(width, rows) * rows for width in widths for rows in range(1, max_rows + 1))
         rows = {} if weights.group is None else _head_rows(weights, weights.group.size, max_decode_rows)
@@ -60,7 +62,7 @@ class PassSizes:
                 "attended": (max_rows, last_inputs),
                 "gate_up": (max_rows, gate_up),
                 "gated": (max_rows, gated),
-                "routed": (max_rows, max(routers, default=0)),
+                "routed": (max_rows, 0 if is_exact else max(routers, default=0)),
                 "shared": (max_rows, weights.hidden_size if shared or branches else 0),
                 "branch": (max_rows, weights.hidden_size if branches else 0),
                 "shared_gates": (max_rows, min(1, len(shared))),
@@ -70,6 +72,7 @@ class PassSizes:
             low_rank=most * low_rank_columns(lora_chunks),
             parts=PARTS_ELEMENTS,
             angles=2 * max_rows * weights.ropes[0][0].shape[1],
+            scores=max_rows * max(routers) if is_exact else 0,
             mixture=MixtureSizes.of(weights, lora_chunks=lora_chunks, max_rows=max_rows),
             delta=DeltaSizes(weights.recurrent[0].net.shape, max_rows) if weights.recurrent else None,
             inputs=InputSizes.of(weights, max_rows),
@@ -79,7 +82,7 @@ class PassSizes:
         by_rows = sum(rows * columns for rows, columns in self.rows.values())
         delta = 0 if self.delta is None else self.delta.bytes
         others = sum(each.bytes(dtype) for each in (self.mixture, self.inputs) if each is not None)
-        return by_rows * dtype.itemsize + 4 * (self.low_rank + self.parts + self.angles) + delta + others
+        return by_rows * dtype.itemsize + 4 * (self.low_rank + self.parts + self.angles + self.scores) + delta + others
 
 
 def _head_rows(weights: DecoderWeights, size: int, max_decode_rows: int) -> dict[str, tuple[int, int]]:

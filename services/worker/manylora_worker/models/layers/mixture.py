@@ -150,14 +150,25 @@ class LoraRouter(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x: [rows, hidden] -> logits [rows, experts], shares and experts [rows, top_k]; experts_first: in turn."""
-        logits = self.linear(x.view(-1, x.shape[-1]))
+        rows = x.view(-1, x.shape[-1])
+        logits = exact_logits(self.linear, rows) if self.routing.is_sigmoid else self.linear(rows)
         shares, experts = chosen_experts(logits, self.routing)
         return (experts, shares, logits) if self.experts_first else (logits, shares, experts)
 
 
+def exact_logits(linear: LoraLinear, x: Tensor) -> Tensor:
+    """x: [rows, hidden]. In float32, as transformers has those of sigmoids: which expert is chosen hangs on it."""
+    logits = F.linear(x.float(), linear.base.weight.float())
+    if linear.switch.batch is not None:
+        change = x.new_zeros(logits.shape)
+        linear.switch.batch.add(linear.site, x, change)
+        logits += change
+    return logits
+
+
 def chosen_experts(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """Their shares, and which they are, [rows, top_k] each."""
-    scores = logits.float().sigmoid() if routing.is_sigmoid else logits.softmax(-1, dtype=torch.float32)
+    scores = logits.sigmoid() if routing.is_sigmoid else logits.softmax(-1, dtype=torch.float32)
     ranked = scores if routing.choice_bias is None else scores + routing.choice_bias
     experts = torch.topk(ranked, routing.top_k, dim=-1).indices
     shares = scores.gather(-1, experts)

@@ -29,7 +29,7 @@ from manylora_worker.models.decoder.weights import (
 from manylora_worker.models.layers.attention import STEP_KEYWORD, AttentionStep
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.layers.lora_linear import Segment
-from manylora_worker.models.layers.mixture import chosen_experts
+from manylora_worker.models.layers.mixture import chosen_experts, exact_logits
 from manylora_worker.models.layers.recurrent import RecurrentLayer
 from manylora_worker.models.layers.token_rows import StepTokens
 from manylora_worker.models.loader import LoadedModel
@@ -257,7 +257,9 @@ class TorchDecoder:
         if isinstance(mlp, DenseMlp):
             activation = _ACTIVATIONS[self._weights.activation]
             return partial(_dense, _Product(mlp.gate_up), _Product(mlp.down), activation)
-        mixture = partial(_mixture, _Product(mlp.router), mlp)
+        is_exact = mlp.routing.is_sigmoid
+        router = partial(exact_logits, mlp.router.linear) if is_exact else _Product(mlp.router)
+        mixture = partial(_mixture, router, mlp)
         if mlp.branch is not None:
             return self._branched(mixture, mlp.branch)
         if mlp.shared is None:
@@ -326,7 +328,7 @@ def _dense(gate_up: _Product, down: _Product, activation: Callable[[Tensor], Ten
     return down(activation(gate).mul_(up))
 
 
-def _mixture(router: _Product, mlp: MixtureMlp, x: Tensor, routed: Tensor | None = None) -> Tensor:
+def _mixture(router: Callable[[Tensor], Tensor], mlp: MixtureMlp, x: Tensor, routed: Tensor | None = None) -> Tensor:
     # routed: what the router reads; None: x
     logits = router(x if routed is None else routed)
     shares, experts = chosen_experts(logits, mlp.routing)

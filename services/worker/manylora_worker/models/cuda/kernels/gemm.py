@@ -156,7 +156,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, parts: T
     """x [rows, in] @ weight [out, in]^T + bias.
 
     Args:
-        out: [rows, out], of x's dtype.
+        out: [rows, out], of x's dtype or, without a bias, float32.
         parts: float32 [PARTS_ELEMENTS].
 
     Returns:
@@ -168,7 +168,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, parts: T
         linear_row(x, weight, bias, out, pdl=pdl)
         return out[None]
     if not (pdl and _fits(rows, n, k, x.dtype)):
-        if bias is None:
+        if out.dtype is not x.dtype:
+            torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+        elif bias is None:
             torch.mm(x, weight.t(), out=out)
         else:
             torch.addmm(bias, x, weight.t(), out=out)
