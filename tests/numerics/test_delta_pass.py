@@ -150,9 +150,15 @@ WIDE = {
         Qwen3NextConfig(
             **WIDE, hidden_size=2048, intermediate_size=5120, num_key_value_heads=2, mlp_only_layers=list(range(4))
         ),
+        GraniteMoeHybridConfig(
+            vocab_size=32000, hidden_size=2048, num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=8,
+            max_position_embeddings=2048, layer_types=[*["mamba"] * 3, "attention"], num_local_experts=0,
+            shared_intermediate_size=8192, position_embedding_type="nope", mamba_n_heads=64, mamba_d_head=64,
+            mamba_d_state=128, tie_word_embeddings=False,
+        ),
     ],
-    ids=["qwen3.5-9b", "qwen3-next without experts"],
-)
+    ids=["qwen3.5-9b", "qwen3-next without experts", "granite-4.0-h without experts"],
+)  # fmt: skip
 def test_layers_of_a_real_shape_in_bfloat16(config: PretrainedConfig) -> None:
     """Prompts in chunks beside decodes in graphs, rows of four adapters, against the same layers in float32 without and
     with those adapters in their weights. Tokens are given."""
@@ -162,7 +168,8 @@ def test_layers_of_a_real_shape_in_bfloat16(config: PretrainedConfig) -> None:
     weights = trusted_weights(loaded)
     assert weights is not None
     assert weights.has_kernels
-    block_size = 512 // config.num_key_value_heads  # 16 ranks of its widest layer fit in a block
+    head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    block_size = 131072 // (config.num_key_value_heads * head_dim)  # 16 ranks of its widest layer fit in a block
     cache = KvCache(loaded.spec.kv, num_blocks=1200, block_size=block_size, dtype=loaded.dtype, device=loaded.device)
     limits = DeviceLimits(max_rows=512, max_sequences=64, adapter_slots=4, max_rank=64)
     runner = DeviceModelRunner(loaded, weights, cache, limits, num_kv_blocks=500)
