@@ -8,16 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+from manylora_shared.ids import QosClass, RequestId, TenantId
+from manylora_worker.adapters.cache import AdapterCacheLimits
+from manylora_worker.engine.core import EngineCore, EngineLimits
+from manylora_worker.kinds.api import EngineRequest, Sampling
 from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.loader import load_model
 from manylora_worker.models.quantized.mxfp4 import rebuilt_stacks
 from manylora_worker.models.quantized.schemes import SchemeRefused
+from manylora_worker.planning.step_planner import PlannerLimits
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from tests.numerics.adapters import Reference
+from tests.numerics.conftest import Family
 from tests.numerics.driver import Driver, Stream, make_runner
 from tests.numerics.test_checkpoint import logits_of
+from tests.numerics.two_ranks import shared_by_two
 
 EXPERTS, HIDDEN, WIDTH = 4, 64, 96
 PUBLISHED: dict[str, Any] = {
@@ -103,6 +111,26 @@ def test_a_published_checkpoint_computes_what_transformers_rebuild(
     prompt = list(range(3, 40))
     (logits,) = Driver(make_runner(loaded)).logits([Stream(prompt)])
     torch.testing.assert_close(logits, logits_of(reference, prompt), atol=1e-4, rtol=0)
+
+
+@pytest.mark.wide
+def test_two_ranks_share_it(published: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    folder, _ = published
+    loaded, prompt = load_model(str(folder)), list(range(3, 40))
+    (logits,) = Driver(make_runner(loaded)).logits([Stream(prompt)])
+    expected = torch.log_softmax(logits, -1)
+    family = Family("gpt_oss", folder, {}, loaded, Reference(loaded.model, {}))
+    with shared_by_two(family, tmp_path, "cpu") as parts:
+        core = EngineCore(
+            parts.runner, parts.backend,
+            EngineLimits(PlannerLimits(48, 48, 4), AdapterCacheLimits(1 << 30, 1 << 20), max_requests=4),
+        )  # fmt: skip
+        sampling = Sampling(temperature=0.0, top_logprobs=8)
+        core.add(EngineRequest(RequestId("r"), TenantId("t"), QosClass.BATCH, None, tuple(prompt), 1, sampling), 0.0)
+        told: list[dict[int, float]] = []
+        while core.has_work():
+            told += [dict(each.top) for output in core.step(0.0) for each in output.logprobs]
+    assert told[0] == pytest.approx({token: float(expected[token]) for token in told[0]}, abs=1e-4)
 
 
 def test_what_does_not_fit_is_named(published: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
