@@ -171,6 +171,7 @@ def test_experts_in_codes_unpack_as_those_of_the_measured_mixture(kind: str) -> 
     for rows in (1, 8, 64):
         reached = plain.shape.reached_bytes(rows) / of.shape.reached_bytes(rows)
         assert unpacked(curve, plain, rows) == pytest.approx(reached * unpacked(like, of, rows), rel=1e-6), rows
+        assert unpacked(curve, plain, rows) > 0, "unpacking takes time"
     more = curve.step_ms(1, 256, prompt_tokens=64) - curve.step_ms(1, 256) - 64 * curve.prompt_token_ms
     share = plain.shape.idle_share(1) - plain.shape.idle_share(65)
     read = own.expert_bytes * share / GPUS["H100"].read_tb_s / 1e9

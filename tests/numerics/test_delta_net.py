@@ -34,7 +34,6 @@ from tests.numerics.driver import (
     NEVER_STACK,
     Driver,
     Stream,
-    composed_streams,
     make_runner,
     mixed_streams,
     prompts,
@@ -43,22 +42,13 @@ from tests.numerics.driver import (
 from tests.numerics.mixtures import OWN_PATTERNS, check_mixed_batch, make_mixture
 from tests.numerics.quantizing import FORMATS, ship
 from tests.numerics.test_checkpoint import PROMPT, logits_of, published
-from tests.numerics.test_engine_against_peft import TOLERANCE, assert_next_logits
+from tests.numerics.test_engine_against_peft import TOLERANCE, check_next_logits
 
 FAMILY = "qwen3_5_text"
 
 
 def test_mixed_batch_logits(family_of: FamilyOf) -> None:
-    family = family_of(FAMILY)
-    driver = Driver(make_runner(family.loaded, num_blocks=300, product_flops=NEVER_STACK))
-    mixed = mixed_streams(family, driver)
-    mixed += composed_streams(family, mixed)
-    streams = [stream for stream, _ in mixed]
-    assert_next_logits(family, mixed, driver.logits(streams))
-    for step in range(2):
-        for stream in streams:
-            stream.output.append(stream.prompt[step % len(stream.prompt)])
-        assert_next_logits(family, mixed, driver.logits(streams))
+    check_next_logits(family_of, FAMILY, NEVER_STACK, num_blocks=300)
 
 
 def test_greedy_tokens(family_of: FamilyOf) -> None:

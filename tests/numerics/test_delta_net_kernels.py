@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from manylora_worker.models.layers.delta_net import DeltaShape, _one_token
+from manylora_worker.models.layers.delta_net import _one_token
+from manylora_worker.models.layers.recurrent import RecurrentShape
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
@@ -19,8 +20,8 @@ from tests.numerics.interpreter import DEVICES
 pytestmark = pytest.mark.kernels
 
 SHAPES = {
-    "odd": DeltaShape(key_heads=2, value_heads=4, key_dim=8, value_dim=10, window=3),
-    "even": DeltaShape(key_heads=1, value_heads=2, key_dim=16, value_dim=16, window=2),
+    "odd": RecurrentShape(key_heads=2, value_heads=4, key_dim=8, value_dim=10, window=3),
+    "even": RecurrentShape(key_heads=1, value_heads=2, key_dim=16, value_dim=16, window=2),
 }
 LAYER, LAYERS = 1, 3
 COUNTS = [1, 6, 1, 2, 0]  # rows of each sequence, an unused entry behind them
@@ -30,7 +31,7 @@ STARTS = [7, 0, 0, 4, 0]
 class Case:
     """Sequences of one step, each with a table of blocks that are scattered over an arena of noise."""
 
-    def __init__(self, shape: DeltaShape, block: int, device: str) -> None:
+    def __init__(self, shape: RecurrentShape, block: int, device: str) -> None:
         torch.manual_seed(0)
         self.shape, self.device = shape, device
         self.rows = sum(COUNTS)

@@ -31,18 +31,18 @@ def assert_next_logits(family: Family, streams: list[tuple[Stream, str | None]],
 @pytest.mark.parametrize("product_flops", [NEVER_STACK, ALWAYS_STACK], ids=["segmented", "stacked"])
 @pytest.mark.parametrize("name", EACH_FAMILY)
 def test_mixed_batch_logits(family_of: FamilyOf, name: str, product_flops: float) -> None:
-    check_mixed_batch(family_of, name, product_flops)
+    check_next_logits(family_of, name, product_flops)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", MORE_FAMILIES)
 def test_mixed_batch_logits_of_more(family_of: FamilyOf, name: str) -> None:
-    check_mixed_batch(family_of, name, NEVER_STACK)
+    check_next_logits(family_of, name, NEVER_STACK)
 
 
-def check_mixed_batch(family_of: FamilyOf, name: str, product_flops: float) -> None:
+def check_next_logits(family_of: FamilyOf, name: str, product_flops: float, *, num_blocks: int = 200) -> None:
     family = family_of(name)
-    driver = Driver(make_runner(family.loaded, num_blocks=200, product_flops=product_flops))
+    driver = Driver(make_runner(family.loaded, num_blocks=num_blocks, product_flops=product_flops))
     mixed = mixed_streams(family, driver)
     mixed += composed_streams(family, mixed)
     streams = [stream for stream, _ in mixed]

@@ -16,26 +16,17 @@ from manylora_worker.models.torch.eager_check import check_against_eager
 from transformers import AutoModelForCausalLM
 
 from tests.numerics.conftest import FamilyOf
-from tests.numerics.driver import Driver, Stream, composed_streams, make_runner, mixed_streams, prompts
+from tests.numerics.driver import NEVER_STACK, Driver, Stream, make_runner, prompts
 from tests.numerics.families import make_model
 from tests.numerics.mixtures import OWN_PATTERNS, check_mixed_batch, make_mixture
 from tests.numerics.test_checkpoint import PROMPT, logits_of, published
-from tests.numerics.test_engine_against_peft import TOLERANCE, assert_next_logits
+from tests.numerics.test_engine_against_peft import TOLERANCE, check_next_logits
 
 FAMILY = "granite4_h"
 
 
 def test_mixed_batch_logits(family_of: FamilyOf) -> None:
-    family = family_of(FAMILY)
-    driver = Driver(make_runner(family.loaded, num_blocks=900))
-    mixed = mixed_streams(family, driver)
-    mixed += composed_streams(family, mixed)
-    streams = [stream for stream, _ in mixed]
-    assert_next_logits(family, mixed, driver.logits(streams))
-    for step in range(2):
-        for stream in streams:
-            stream.output.append(stream.prompt[step % len(stream.prompt)])
-        assert_next_logits(family, mixed, driver.logits(streams))
+    check_next_logits(family_of, FAMILY, NEVER_STACK, num_blocks=900)
 
 
 @OWN_PATTERNS

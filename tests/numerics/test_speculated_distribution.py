@@ -25,8 +25,7 @@ from tests.numerics.test_guesses import Answers
 VOCAB = 4
 ANSWER = 5  # of its tokens the first has no guess, the others have
 CHOICES = 8
-ANSWERS = 4_800
-ENOUGH = 1_000  # guesses
+ANSWERS = 4_000
 TOO_FAR = 4.0  # standard deviations: of right draws one run in ten thousand
 
 
@@ -68,7 +67,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def draft(model: Path) -> Path:
     """Another model: it is wrong more often than not."""
-    torch.manual_seed(13)
+    torch.manual_seed(20)
     config = LlamaConfig.from_pretrained(model)
     config.num_hidden_layers = 1
     made = LlamaForCausalLM(config)
@@ -150,7 +149,7 @@ def test_answers_follow_the_models_distribution(
     got, guessed, right = answered(model, draft, tmp_path, kind, device)
     assert len(got) == ANSWERS
     assert 0.05 * guessed < right < 0.7 * guessed, "both kinds of guesses are to be judged often"
-    assert guessed > ENOUGH
+    assert guessed > ANSWERS / 4
     assert excess(got, exact(kind[1])) < TOO_FAR
     plain, none, _ = answered(model, draft, tmp_path, (TenantShare(), kind[1]), device, count=400)
     assert none == 0
@@ -201,5 +200,5 @@ def wrong_rule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_wrong_rule_of_acceptance_is_seen(model: Path, draft: Path, exact: Exact, tmp_path: Path, kind: Kind) -> None:
     got, guessed, _ = answered(model, draft, tmp_path, kind)
-    assert guessed > ENOUGH
+    assert guessed > ANSWERS / 4
     assert excess(got, exact(kind[1])) > TOO_FAR

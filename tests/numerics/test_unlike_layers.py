@@ -21,7 +21,7 @@ from tests.numerics.driver import LIMITS, NEVER_STACK, Driver, Stream, make_runn
 from tests.numerics.mixtures import OWN_PATTERNS, check_mixed_batch, make_mixture
 from tests.numerics.test_checkpoint import PROMPT, logits_of, published
 from tests.numerics.test_engine_against_peft import TOLERANCE
-from tests.numerics.test_engine_against_peft import check_mixed_batch as check_family
+from tests.numerics.test_engine_against_peft import check_next_logits as check_family
 
 TEXT = ("q_proj", "k_proj", "per_layer_model_projection", "per_layer_input_gate")
 SHAPES = [pytest.param("gemma4_text"), pytest.param("gemma4_wide", marks=pytest.mark.wide)]

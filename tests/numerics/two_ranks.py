@@ -39,7 +39,7 @@ from tests.numerics.test_swaps_against_peft import NUM_BLOCKS, asked, fight
 
 SHARED_MIXTURES = (
     *("qwen3_moe", "qwen3_5_moe_wide", "qwen3_next_wide", "gemma4_moe_wide"),
-    *("mixtral_wide", "qwen2_moe_wide", "gpt_oss_blocks", "glm4_moe"),
+    *("mixtral_wide", "qwen2_moe_wide", "gpt_oss_blocks", "glm4_moe", "dots1"),
 )
 SHARED_FAMILIES = (
     *sorted(cuts.SHARED_FAMILIES & FAMILIES.keys()),

@@ -154,7 +154,7 @@ def _router(router: nn.Module, site: Site, switch: LoraSwitch) -> LoraRouter:
     linear.out_features, linear.in_features = router.weight.shape
     linear.weight = router.weight
     linear.bias = getattr(router, "bias", None)
-    first = router(router.weight[:1])[0]
+    first = router(router.weight[:1])[0]  # logits, or experts where its block takes them first
     return LoraRouter(LoraLinear(linear, site, switch), _routing(router), experts_first=not first.is_floating_point())
 
 

@@ -362,7 +362,7 @@ def _experts(model: PreTrainedModel, quantization: Quantization, group: RankGrou
 def _check_states(model: PreTrainedModel) -> None:
     """Raises ModelRefused. What has a convolution over tokens keeps a state."""
     model_type = model.config.model_type
-    known = {id(child) for layer in find_recurrent(model).values() for child in layer.modules()}
+    known = {id(child) for _, layer in find_recurrent(model) for child in layer.modules()}
     convolutions = ((path, each) for path, each in model.named_modules() if isinstance(each, nn.Conv1d))
     path = next((path for path, each in convolutions if id(each) not in known), None)
     if path is not None:

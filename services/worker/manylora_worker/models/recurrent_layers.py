@@ -8,19 +8,18 @@ from manylora_worker.models.layers.delta_net import DeltaNet, find_delta_nets
 from manylora_worker.models.layers.kv_cache import StateGeometry
 from manylora_worker.models.layers.mamba import Mamba, find_mambas
 
+_KINDS = ((DeltaNet, find_delta_nets), (Mamba, find_mambas))
 
-def find_recurrent(model: nn.Module) -> dict[str, nn.Module]:
-    """By path, those whose state is ours to keep."""
-    return {**find_delta_nets(model), **find_mambas(model)}
+
+def find_recurrent(model: nn.Module) -> list[tuple[type[DeltaNet] | type[Mamba], nn.Module]]:
+    return [(kind, module) for kind, find in _KINDS for module in find(model).values()]
 
 
 def install_recurrent(model: nn.Module) -> StateGeometry | None:
     """None: it has none. What attends and what recurs is numbered each for itself: KV is for the one, state for the
     other.
     """
-    nets = find_delta_nets(model)
-    found = enumerate(find_recurrent(model).items())
-    layers = [(DeltaNet if path in nets else Mamba)(module, index) for index, (path, module) in found]
+    layers = [kind(module, index) for index, (kind, module) in enumerate(find_recurrent(model))]
     if not layers:
         return None
     attending = [module for name, module in model.named_modules() if name.endswith(".self_attn")]

@@ -211,7 +211,7 @@ def with_quantization(curve: Curve, shape: Shape, curves: Sequence[Curve]) -> Cu
     def unpacked_ms(rows: int) -> float:
         if source.shape.experts:
             return between(more, rows) * curve.shape.reached_bytes(rows) / source.shape.reached_bytes(rows) * tflops
-        return sum(between(more, each) * elements for each, elements in curve.shape.multiplied(rows)) * layers
+        return between(more, rows) * curve.shape.row_elements * layers
 
     def point(rows: int, ms: float) -> tuple[int, float]:
         saved_ms = floor_ms(gpu, curve.shape, rows, curve.context) - floor_ms(gpu, shape, rows, curve.context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,15 +79,6 @@ class Shape:
     def reached_bytes(self, rows: int) -> float:
         """Of experts."""
         return self.expert_bytes * (1 - self.idle_share(rows))
-
-    def multiplied(self, rows: int) -> Iterator[tuple[float, float]]:
-        """Rows, and elements that each of them is multiplied with: an expert has some of a step's. Of bf16."""
-        if not self.experts:
-            yield rows, self.row_elements
-            return
-        elements, reached = self.expert_bytes / BYTES, 1 - self.idle_share(rows)
-        yield rows, self.row_elements - elements * self.top_k / self.experts
-        yield rows * self.top_k / self.experts / reached, elements * reached
 
     def idle_share(self, rows: float) -> float:
         return idle_share(self.experts, self.top_k, rows) if self.experts else 0.0

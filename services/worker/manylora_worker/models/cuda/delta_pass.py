@@ -11,7 +11,7 @@ from manylora_worker.models.cuda.kernels.combine import combine
 from manylora_worker.models.cuda.kernels.delta_net import StateLayout, convolve, delta_rule, gated_norm
 from manylora_worker.models.cuda.kernels.lora import LoraRows
 from manylora_worker.models.decoder.weights import RecurrentMixer
-from manylora_worker.models.layers.delta_net import DeltaShape
+from manylora_worker.models.layers.recurrent import RecurrentShape
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class StateStep:
 class DeltaSizes:
     """Of the buffers, in float32."""
 
-    shape: DeltaShape
+    shape: RecurrentShape
     max_rows: int
 
     @property

@@ -22,9 +22,9 @@ from manylora_worker.models.decoder.weights import (
     SelfAttention,
     SharedExpert,
 )
-from manylora_worker.models.layers.delta_net import DELTA_INPUTS, DeltaNet
-from manylora_worker.models.layers.mamba import Mamba
+from manylora_worker.models.layers.delta_net import DELTA_INPUTS
 from manylora_worker.models.layers.mixture import LoraExperts, LoraRouter, Routing
+from manylora_worker.models.layers.recurrent import RecurrentLayer
 from manylora_worker.models.loader import LoadedModel
 
 _KNOWN_LAYER_PARTS = frozenset(
@@ -134,13 +134,11 @@ def _read_attention(loaded: LoadedModel, attention: nn.Module, index: int, rope:
 
 def _read_recurrent(layer: nn.Module | None) -> RecurrentMixer | None:
     net = None if layer is None else layer.forward
-    if layer is not None and isinstance(net, Mamba):
-        inputs, out = projection_of(layer.in_proj), projection_of(layer.out_proj)
-        return None if inputs is None or out is None else RecurrentMixer(net, inputs, out)
-    if layer is None or not isinstance(net, DeltaNet):
+    if layer is None or not isinstance(net, RecurrentLayer):
         return None
-    fused = (fused_projection(layer, "", members) for members in DELTA_INPUTS)
-    inputs, out = next((each for each in fused if each is not None), None), projection_of(layer.out_proj)
+    first = [projection_of(getattr(layer, "in_proj", None))]
+    first += [fused_projection(layer, "", members) for members in DELTA_INPUTS]
+    inputs, out = next((each for each in first if each is not None), None), projection_of(layer.out_proj)
     return None if out is None else RecurrentMixer(net, inputs, out)
 
 

@@ -9,11 +9,10 @@ from typing import Literal
 from manylora_shared.stores.adapter_rope import RopeScaling
 from torch import Tensor, nn
 
-from manylora_worker.models.layers.delta_net import DeltaNet
 from manylora_worker.models.layers.lora_linear import LoraLinear
-from manylora_worker.models.layers.mamba import Mamba
 from manylora_worker.models.layers.mixture import LoraExperts, Routing
 from manylora_worker.models.layers.packed_linear import PackedLinear
+from manylora_worker.models.layers.recurrent import RecurrentLayer
 from manylora_worker.models.quantized.linear import QuantizedLinear
 from manylora_worker.models.ranks.cuts import SharedHead
 from manylora_worker.models.ranks.group import RankGroup
@@ -114,7 +113,7 @@ class SelfAttention:
 class RecurrentMixer:
     """inputs: None: they are several products, and `net` alone computes the layer."""
 
-    net: DeltaNet | Mamba
+    net: RecurrentLayer
     inputs: Projection | None
     out: Projection
 

@@ -7,7 +7,6 @@ The rule over several tokens is transformers' own; that over one token of many s
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from manylora_worker.models.layers.recurrence import LayerStates, StepStates
-from manylora_worker.models.layers.recurrent import RecurrentLayer
+from manylora_worker.models.layers.recurrent import RecurrentLayer, RecurrentShape
 
 _COMMON = frozenset({"conv1d", "norm", "out_proj"})
 # of queries, keys, values, gates, beta and decay; the latter Qwen3-Next's, whose rows ranks/delta_cuts.py puts in order
@@ -23,25 +22,6 @@ DELTA_INPUTS = (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_pro
 _CHUNK_RULE = "torch_chunk_gated_delta_rule"
 _CHUNK_TOKENS = 64  # that the rule takes at once
 NORM_EPS = 1e-6  # of queries and keys
-
-
-@dataclass(frozen=True)
-class DeltaShape:
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    window: int  # tokens that the convolution sees beside a row's own
-    is_mamba: bool = False  # see mamba.py: C and B are its queries and keys, and its product has other places
-
-    @property
-    def values(self) -> int:
-        return self.value_heads * self.value_dim
-
-    @property
-    def channels(self) -> int:
-        """Of queries, keys and values."""
-        return 2 * self.key_heads * self.key_dim + self.values
 
 
 def find_delta_nets(model: nn.Module) -> dict[str, nn.Module]:
@@ -60,14 +40,10 @@ class DeltaNet(RecurrentLayer):
         self._chunk_rule = getattr(sys.modules[type(layer).__module__], _CHUNK_RULE)
 
     @property
-    def shape(self) -> DeltaShape:
+    def shape(self) -> RecurrentShape:
         layer = self.layer
         window = layer.conv_kernel_size - 1
-        return DeltaShape(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim, window)
-
-    @property
-    def has_kernels(self) -> bool:
-        return True
+        return RecurrentShape(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim, window)
 
     def rows(self, hidden_states: Tensor, states: StepStates) -> Tensor:
         """[T, hidden] -> the same."""

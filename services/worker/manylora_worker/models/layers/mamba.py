@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from manylora_worker.models.layers.delta_net import DeltaShape
 from manylora_worker.models.layers.recurrence import LayerStates, StepStates
-from manylora_worker.models.layers.recurrent import RecurrentLayer
+from manylora_worker.models.layers.recurrent import RecurrentLayer, RecurrentShape
 
 _PARTS = frozenset({"in_proj", "conv1d", "norm", "out_proj"})
 _OWN = frozenset({"A_log", "D", "dt_bias"})
@@ -31,9 +30,9 @@ def find_mambas(model: nn.Module) -> dict[str, nn.Module]:
 
 class Mamba(RecurrentLayer):
     @property
-    def shape(self) -> DeltaShape:
+    def shape(self) -> RecurrentShape:
         layer = self.layer
-        return DeltaShape(
+        return RecurrentShape(
             key_heads=layer.n_groups,
             value_heads=layer.num_heads,
             key_dim=layer.ssm_state_size,

@@ -149,7 +149,7 @@ class LoraRouter(nn.Module):
         self.experts_first = experts_first
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [rows, hidden] -> logits [rows, experts], shares and experts [rows, top_k]; experts_first: in turn."""
+        """x: [rows, hidden] -> logits [rows, experts], shares and experts [rows, top_k]; experts_first: in reverse."""
         rows = x.view(-1, x.shape[-1])
         logits = exact_logits(self.linear, rows) if self.routing.is_sigmoid else self.linear(rows)
         shares, experts = chosen_experts(logits, self.routing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,25 @@ from torch import Tensor, nn
 
 from manylora_worker.models.layers.attention import STEP_KEYWORD
 from manylora_worker.models.layers.recurrence import LayerStates, StepStates
+
+
+@dataclass(frozen=True)
+class RecurrentShape:
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    window: int  # tokens that the convolution sees beside a row's own
+    is_mamba: bool = False  # whose queries are C and keys B; its product has other places
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.values
 
 
 class RecurrentLayer(ABC):
@@ -31,6 +51,14 @@ class RecurrentLayer(ABC):
             return self._eager(hidden_states, **others)
         outputs: Tensor = step.recur(self, hidden_states)
         return outputs
+
+    @property
+    @abstractmethod
+    def shape(self) -> RecurrentShape: ...
+
+    @property
+    def has_kernels(self) -> bool:
+        return True
 
     @abstractmethod
     def rows(self, hidden_states: Tensor, states: StepStates) -> Tensor:

@@ -46,7 +46,7 @@ class QuantizedStack(nn.Module):
 
     @property
     def has_kernel(self) -> bool:
-        # cuda/kernels/experts_product.py takes inputs of one group at once
+        # cuda/kernels/experts_product.py takes blocks within a group, or of whole groups
         return self.group_size >= self.shape[2] or self.group_size % KERNELS_INPUTS == 0
 
     @property

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manylora_worker.models.layers.delta_net import NORM_EPS, DeltaShape
+from manylora_worker.models.layers.delta_net import NORM_EPS
+from manylora_worker.models.layers.recurrent import RecurrentShape
 
 SEQUENCE_FIELDS = 4
 _MANY_PROGRAMS = 2048  # of wide parts of a state: they hide each other's waits
@@ -117,7 +118,7 @@ def convolve(
     bias: Tensor | None,
     decay: Tensor,
     decay_bias: Tensor,
-    shape: DeltaShape,
+    shape: RecurrentShape,
     states: StateLayout,
     layer: int,
     tables: Tensor,
@@ -250,7 +251,7 @@ def delta_rule(
     product: Tensor,
     out: Tensor,
     *,
-    shape: DeltaShape,
+    shape: RecurrentShape,
     states: StateLayout,
     layer: int,
     tables: Tensor,
@@ -334,7 +335,7 @@ def gated_norm(
     *,
     weight: Tensor,
     eps: float,
-    shape: DeltaShape,
+    shape: RecurrentShape,
     num_rows: Tensor,
     pdl: bool,
 ) -> None:

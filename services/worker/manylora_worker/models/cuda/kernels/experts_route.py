@@ -117,7 +117,7 @@ def route(
     shares: float32 [rows * top_k], written.
     groups: written where there is one row; else by `group`.
     lora: of the router.
-    dtype: the model's.
+    dtype: that logits are rounded to.
     """
     rows, top_k = product.shape[1], routing.top_k
     _route_kernel[(rows,)](
