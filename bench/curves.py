@@ -105,7 +105,12 @@ def chunk_ms(found: Sequence[Line]) -> dict[str, float]:
 def prompts_of(gpu: str, shape: str, by_gpu: Mapping[str, Sequence[Line]]) -> tuple[dict[str, float], str]:
     """And where they are from, if not of this pair."""
     other = next(name for name in by_gpu if name != gpu)
-    for source, of, where in ((gpu, shape, ""), (other, shape, other), (other, REFERENCE, f"{REFERENCE} on {other}")):
+    ways = (
+        (gpu, shape, ""),
+        (other, shape, other),
+        *((each, REFERENCE, f"{REFERENCE} on {each}") for each in (gpu, other)),
+    )
+    for source, of, where in ways:
         found = chunk_ms([line for line in by_gpu[source] if line["shape"] == of])
         if found:
             elements = SHAPES[shape].row_elements / SHAPES[of].row_elements

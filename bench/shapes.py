@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from manylora.demo import BASE_FOLDER
+from manylora_worker.models.experts import find_experts
 from manylora_worker.models.linears import linear_modules
 from manylora_worker.models.quantized.install import ShippedCodes
+from manylora_worker.models.quantized.stacks import QuantizedStack, put_stack, stacks_in
 from manylora_worker.models.ranks.cuts import cut_linears
 from manylora_worker.models.ranks.group import RankGroup
 from peft import LoraConfig
@@ -96,13 +98,21 @@ def random_model(shape: str, device: str, **settings: Any) -> PreTrainedModel:
 
 
 def shipped_codes(model: PreTrainedModel) -> ShippedCodes:
-    """As GPTQ ships them, of groups of 128 inputs."""
-    found = {}
-    for path, (inputs, outputs) in linear_modules(model).items():
-        codes = torch.randint(256, (outputs, inputs // 2), dtype=torch.uint8, device="cuda")
-        scales = torch.rand(outputs, inputs // 128, device="cuda").mul_(0.004)
-        found[path] = (codes, scales, torch.zeros_like(scales))
-    return ShippedCodes(found, 0)
+    """As GPTQ ships them, of groups of 128 inputs; those of experts are put into the model."""
+    for found in find_experts(model):
+        experts = model.get_submodule(found.stack)
+        for name, stack in stacks_in(experts).items():
+            put_stack(experts, name, QuantizedStack(_random_codes(tuple(stack.shape), stack.device), 128, stack.dtype))
+    linears = linear_modules(model).items()
+    return ShippedCodes({path: _random_codes(sizes[::-1], model.device) for path, sizes in linears}, 0)
+
+
+def _random_codes(shape: Sequence[int], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Codes, scales and shifts of a weight whose mean is 0: else all rows' experts would be the same few."""
+    *outer, inputs = shape
+    high, low = torch.randint(1, 16, (2, *outer, inputs // 2), dtype=torch.uint8, device=device)
+    scales = torch.rand(*outer, inputs // 128, device=device).mul_(0.004)
+    return high << 4 | low, scales, torch.zeros_like(scales)
 
 
 def random_share(

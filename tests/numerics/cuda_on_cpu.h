@@ -1,5 +1,6 @@
-// Runs one block of threads of a .cu file after the other on a CPU: a fiber a thread. Copies arrive as late as the
-// waits allow, and shared memory begins as NaN, so a missing wait or barrier is a wrong result and not a lucky one.
+// Runs one block of threads of a .cu file after the other on a CPU: a fiber a thread. Copies arrive and a warpgroup's
+// products are made as late as the waits allow, and shared memory begins as NaN, so a missing wait or barrier is a wrong
+// result and not a lucky one.
 #include <ucontext.h>
 
 #include <algorithm>
@@ -40,15 +41,22 @@ struct Copy {
 struct Lane {
     uint32_t a[4], b[2];
 };
+struct Product {
+    float* sums;
+    int columns;
+    const uint32_t* a;
+    uint64_t b;
+};
 struct Fiber {
     ucontext_t context;
     std::vector<unsigned char> stack;
     std::vector<std::vector<Copy>> groups;
+    std::vector<std::vector<Product>> products;
     bool done = false;
 };
 
 static std::vector<Fiber> fibers;
-static std::vector<Barrier> warp_barriers;
+static std::vector<Barrier> warp_barriers, warpgroup_barriers;
 static Barrier block_barrier;
 static std::vector<Lane> lanes;
 static ucontext_t scheduler;
@@ -200,6 +208,59 @@ static void multiply_halves(float (&sums)[4], const uint32_t (&a)[4], uint32_t b
     multiply_by<half_at>(sums, a, b0, b1);
 }
 
+static uint32_t multiply_pairs(uint32_t a, uint32_t b) {
+    return pack(bf16(a, 0) * bf16(b, 0), bf16(a, 1) * bf16(b, 1));
+}
+
+static void show_to_products() {}
+static void begin_products() {}
+
+static uint64_t rows_at(uint32_t address, uint32_t numbers_on, uint32_t rows_on) {
+    if (address % 16 || numbers_on % 16 || rows_on % 16) abort();
+    return (uint64_t)(address >> 4) | (uint64_t)(numbers_on >> 4) << 16 | (uint64_t)(rows_on >> 4) << 32;
+}
+
+template <size_t COUNT>
+static void multiply_rows(float (&sums)[COUNT], const uint32_t (&a)[4], uint64_t b) {
+    if (self().products.empty()) self().products.emplace_back();
+    self().products.back().push_back({sums, 2 * COUNT, a, b});
+}
+
+static void end_group_of_products() {
+    if (self().products.empty()) self().products.emplace_back();
+    self().products.emplace_back();
+}
+
+// wgmma.m64nNk16 with its first operand in registers: a warp's rows of it and of the sums lie as mma.m16n8k16's.
+static void make_product(const Product& own, size_t group, size_t number) {
+    const int warp = threadIdx.x / 32 * 32, lane_group = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
+    const uint32_t at = (own.b & 0x3fff) << 4, numbers_on = (own.b >> 16 & 0x3fff) << 4, rows_on = (own.b >> 32 & 0x3fff) << 4;
+    for (int i = 0; i < own.columns / 2; i++) {
+        const int row = i / 2 % 2, column = i / 4 * 8 + 2 * quad + i % 2;
+        for (int k = 0; k < 16; k++) {
+            const Product& other = fibers[warp + lane_group * 4 + k % 8 / 2].products[group][number];
+            uint16_t bits;
+            memcpy(&bits, at_address(at + k / 8 * numbers_on + column / 8 * rows_on + column % 8 * 16 + k % 8 * 2), 2);
+            own.sums[i] += bf16(other.a[row + k / 8 * 2], k % 2) * bf16(bits, 0);
+        }
+    }
+}
+
+template <int PENDING>
+static void wait_for_products() {
+    auto& groups = self().products;
+    const int waited = max(0, (int)groups.size() - 1 - PENDING);
+    Barrier& barrier = warpgroup_barriers[threadIdx.x / 128];
+    wait_at(barrier);
+    for (int group = 0; group < waited; group++)
+        for (size_t number = 0; number < groups[group].size(); number++) make_product(groups[group][number], group, number);
+    wait_at(barrier);
+    groups.erase(groups.begin(), groups.begin() + waited);
+}
+
+template <class Values>
+static void keep(Values&) {}
+
 // What each lane of the warp gives, for every lane to read until the next call.
 static const std::vector<uint32_t>& exchange(uint32_t word) {
     static std::vector<uint32_t> words(1024);
@@ -253,6 +314,8 @@ static void run_blocks(Index grid, unsigned threads) {
         fibers.assign(threads, Fiber());
         warp_barriers.assign(threads / 32, Barrier());
         for (Barrier& barrier : warp_barriers) barrier.size = 32;
+        warpgroup_barriers.assign(threads / 128, Barrier());
+        for (Barrier& barrier : warpgroup_barriers) barrier.size = 128;
         block_barrier = Barrier();
         block_barrier.size = threads;
         lanes.assign(threads, Lane());

@@ -69,6 +69,10 @@ def test_the_lookup_in_ptx(seed: int) -> None:
         of_bytes = torch.tensor([bits[f"${i}"] >> shift & 0xFFFF for i in range(4) for shift in (0, 16)])
         in_order = [*codes[::2], *codes[1::2]]  # high bits are the first of a byte
         assert torch.equal(of_bytes.to(torch.int16).view(torch.bfloat16), torch.tensor(values)[in_order].bfloat16())
+    bits = run_ptx(nf4_lookup._INTEGERS_ASM.value, {"$4": word})
+    of_bytes = torch.tensor([bits[f"${i}"] >> shift & 0xFFFF for i in range(4) for shift in (0, 16)])
+    integers = of_bytes.to(torch.int16).view(torch.bfloat16).tolist()
+    assert integers == [128.0 + code for code in [*codes[::2], *codes[1::2]]]
 
 
 def test_the_reductions_codebook_is_within_half_a_step_of_bf16() -> None:

@@ -14,7 +14,6 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
 
 from manylora_worker.models.cuda.kernels import nf4_format, nf4_lookup, nf4_rows
-from manylora_worker.models.cuda.kernels.cuda_module import CudaUnavailable
 from manylora_worker.models.cuda.kernels.nf4 import Nf4Linear, Nf4Workspace
 from manylora_worker.models.cuda.kernels.nf4_rows import VARIANTS, Nf4Rows, plan
 from test_nf4 import TOLERANCE, relative_error
@@ -28,14 +27,14 @@ ROWS_SHAPES = [(64, 256), (16, 3584), (128, 1024), (304, 2048), (6144, 4096), (4
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pdl", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 2, 7, 8, 9, 16, 17, 32])
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 8, 9, 16])
 @pytest.mark.parametrize("shape", ROWS_SHAPES, ids=str)
 def test_products_of_few_rows(shape: tuple[int, int], num_rows: int, pdl: bool) -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs Hopper")
     torch.manual_seed(num_rows * 1000 + sum(shape))
     workspace = Nf4Workspace(torch.device("cuda"))
-    assert workspace.rows is not None  # torch's CUDA wheels bring the compiler
+    assert workspace.hopper is not None  # torch's CUDA wheels bring the compiler
     weight = nf4_format.quantize(torch.randn(shape, device="cuda").bfloat16())
     x = torch.randn(num_rows, shape[1], device="cuda").bfloat16()
     bias = torch.randn(shape[0], device="cuda").bfloat16() if num_rows % 2 else None
@@ -99,7 +98,7 @@ def test_every_variant_fits_a_multiprocessor() -> None:
     assert all(variant.shared_bytes <= 227 * 1024 for variant in VARIANTS)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8, 9, 17, 32])
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])
 @pytest.mark.parametrize(("out_features", "num_blocks"), [(16, 4), (6144, 64), (4096, 224), (48, 448), (28672, 128)])
 def test_parts_cover_the_inputs_once(rows: int, out_features: int, num_blocks: int) -> None:
     how = plan(rows, out_features, num_blocks, processors=132)
@@ -111,16 +110,6 @@ def test_parts_cover_the_inputs_once(rows: int, out_features: int, num_blocks: i
 
 def test_takes_what_the_kernel_can_cut() -> None:
     assert Nf4Rows.takes(1, 256, 16)
-    assert not Nf4Rows.takes(33, 256, 16)
+    assert not Nf4Rows.takes(17, 256, 16)
     assert not Nf4Rows.takes(1, 192, 16)
     assert not Nf4Rows.takes(1, 256, 24)
-
-
-def test_without_a_compiler_triton_serves(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def no_rows(self: Nf4Rows, values: object, device: torch.device) -> None:
-        raise CudaUnavailable("libnvrtc.so.13 is not installed")
-
-    monkeypatch.setattr(Nf4Rows, "__init__", no_rows)
-    assert Nf4Rows.where_it_runs(nf4_lookup.PAIR_BITS, torch.device("cuda")) is None
-    assert "libnvrtc.so.13 is not installed" in caplog.text
-    assert Nf4Rows.where_it_runs(nf4_lookup.PAIR_BITS, torch.device("cpu")) is None

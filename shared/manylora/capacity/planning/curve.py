@@ -240,7 +240,7 @@ def with_quantization(curve: Curve, shape: Shape, curves: Sequence[Curve]) -> Cu
 
 
 def _unpacked_as(curve: Curve, kind: str, curves: Sequence[Curve]) -> tuple[Curve, str]:
-    """The measured pair whose weights in codes are nearest, and their format: one kernel has experts in 4 bits."""
+    """The measured pair whose weights in codes are nearest, and their format: for experts in int4, NF4."""
     gpu, shape = curve.gpu.name, curve.shape
     for of_kind in (kind, "nf4") if kind == "int4" and shape.experts else (kind,):
         measured = [c for c in curves if of_kind in c.quantized and (c.shape.experts > 0) == (shape.experts > 0)]

@@ -398,7 +398,8 @@ class Decoder:
         self, projection: Projection, gate_up: Tensor, gated: Tensor, step: DeviceStep, lora: LoraRows | None
     ) -> None:
         num_slots, activation = len(projection.site.slots), self.weights.activation
-        tiled = lora is not None and gate_up.shape[0] == 1 and activation != "gelu"
+        is_whole = gate_up.shape[0] == 1 and gate_up.dtype == gated.dtype
+        tiled = lora is not None and is_whole and activation != "gelu"
         tiles = self._tiles_for(lora, gated) if lora is not None and tiled else None
         if tiles is not None and lora is not None:
             tiles.gate(gate_up, gated, activation=activation, lora=lora, num_slots=num_slots, pdl=self._pdl)

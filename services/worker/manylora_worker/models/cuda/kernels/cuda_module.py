@@ -47,7 +47,7 @@ class CudaKernel:
     def __init__(self, source: str, name: str, device: torch.device, *, shared_bytes: int) -> None:
         """shared_bytes: the most dynamic shared memory of a launch. Raises CudaUnavailable, CudaFailed."""
         major, minor = torch.cuda.get_device_capability(device)
-        cubin = compile_cubin(source, name, f"sm_{major}{minor}")
+        cubin = compile_cubin(source, name, f"sm_{major}{minor}" + "a" * (major == 9))  # with products of a warpgroup
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._module = ctypes.c_void_p()
         self._function = ctypes.c_void_p()

@@ -10,16 +10,23 @@ import triton.language as tl
 from torch import Tensor
 
 from manylora_worker.models.cuda.kernels.experts_route import Groups, most_tiles
-from manylora_worker.models.cuda.kernels.int4_product import VALUE_BITS, VALUES
 from manylora_worker.models.cuda.kernels.nf4 import int32_tensor
 from manylora_worker.models.cuda.kernels.nf4_format import CODEBOOK
-from manylora_worker.models.cuda.kernels.nf4_lookup import PAIR_BITS, byte_values, bytes_asm, register_words
+from manylora_worker.models.cuda.kernels.nf4_lookup import (
+    PAIR_BITS,
+    byte_values,
+    bytes_asm,
+    integers_from_128,
+    register_words,
+)
 from manylora_worker.models.decoder.weights import ExpertActivation
 from manylora_worker.models.layers.mixture import CLAMP_ALPHA, CLAMP_LIMIT
+from manylora_worker.models.quantized.int4 import MIDDLE
 from manylora_worker.models.quantized.stacks import QuantizedStack
 
 _BLOCK_K = 128
-_NF4_ASM, _INT4_ASM = tl.constexpr(bytes_asm(PAIR_BITS)), tl.constexpr(bytes_asm(VALUE_BITS))
+_NF4_ASM = tl.constexpr(bytes_asm(PAIR_BITS))
+_OF_MIDDLE = tl.constexpr(128.0 + MIDDLE)  # of integers_from_128
 _ALPHA, _LIMIT = tl.constexpr(CLAMP_ALPHA), tl.constexpr(CLAMP_LIMIT)
 _FEW_PAIRS = 256  # up to so many, programs with fewer columns: there are more of them
 
@@ -122,16 +129,29 @@ def _add_nibbles(
     """acc [BLOCK_M, BLOCK_N] + x times a block of a weight in 4 bits, of which even and odd inputs share bytes.
     scales_at: [groups, BLOCK_N].
     """
-    ASM: tl.constexpr = _NF4_ASM if NF4 else _INT4_ASM
-    high, low = byte_values(tl.load(w_at, mask=w_mask, other=0), table_ptr, lookup, ASM, even.dtype)
-    scales = _of_inputs(tl.load(scales_at, mask=scale_mask, other=0.0).to(even.dtype), high.shape)
-    if SHIFTED:
-        shifts = _of_inputs(tl.load(shifts_at, mask=scale_mask, other=0.0).to(even.dtype), high.shape)
-        high = high * scales + shifts
-        low = low * scales + shifts
+    codes, scales = tl.load(w_at, mask=w_mask, other=0), tl.load(scales_at, mask=scale_mask, other=0.0)
+    if NF4:
+        high, low = byte_values(codes, table_ptr, lookup, _NF4_ASM, even.dtype)
     else:
-        high *= scales
-        low *= scales
+        high, low = integers_from_128(codes, even.dtype)
+        if SHIFTED:  # by a whole number of scales, as formats have zero points: such sums are exact in x's type too
+            shifts = tl.load(shifts_at, mask=scale_mask, other=0.0)
+            zeros = shifts / tl.where(scales == 0.0, 1.0, scales) - _OF_MIDDLE
+            zeros = _of_inputs(zeros.to(even.dtype), high.shape)
+            high += zeros
+            low += zeros
+        else:
+            high -= _OF_MIDDLE
+            low -= _OF_MIDDLE
+    rounded = scales.to(even.dtype)
+    rest = _of_inputs((scales - rounded.to(tl.float32)).to(even.dtype), high.shape)
+    rounded = _of_inputs(rounded, high.shape)
+    if even.shape[0] < 64:
+        high *= rounded
+        low *= rounded
+    else:  # the product takes longer than the codes do: what a scale loses in x's type counts too
+        high = high * rounded + high * rest
+        low = low * rounded + low * rest
     return tl.dot(odd, low, tl.dot(even, high, acc, input_precision="ieee"), input_precision="ieee")
 
 
@@ -183,7 +203,7 @@ def _codes_kernel(
     x_rows = x_ptr + (pairs // PAIRS_A_ROW).to(tl.int64)[:, None] * K
     w_rows = expert * (HALVES * N) + columns.to(tl.int64)
     lookup = (0, 0, 0, 0)
-    if FOUR_BITS:
+    if NF4:
         lookup = (tl.load(lookup_ptr), tl.load(lookup_ptr + 1), tl.load(lookup_ptr + 2), tl.load(lookup_ptr + 3))
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     second = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -234,10 +254,9 @@ def _codes_kernel(
 
 
 @cache
-def _tables(device: torch.device, *, is_nf4: bool) -> tuple[Tensor, Tensor]:
+def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
     """For byte_values."""
-    values, entries = (CODEBOOK, PAIR_BITS) if is_nf4 else (VALUES, VALUE_BITS)
-    return torch.tensor(values, device=device), int32_tensor(register_words(entries), device)
+    return torch.tensor(CODEBOOK, device=device), int32_tensor(register_words(PAIR_BITS), device)
 
 
 def tile_pairs(pairs: int, num_experts: int) -> int:
@@ -270,7 +289,7 @@ def grouped_product(
     n, pairs = rows // halves, out.shape[0]
     is_wide = groups.block_m > 32  # many rows an expert: the product itself is the work
     in_bytes = isinstance(weight, QuantizedStack) and weight.is_fp8
-    block_n, block_k, stages, warps = (128 // halves, 64, 3, 8) if is_wide else (64, _BLOCK_K, 5 if in_bytes else 4, 4)
+    block_n, block_k, stages, warps = (128 // halves, 64, 3, 8) if is_wide else (64, _BLOCK_K, 5 if in_bytes else 3, 4)
     if halves == 2 and pairs <= _FEW_PAIRS:
         block_n = 32
     block_n, block_k = min(block_n, triton.next_power_of_2(n)), min(block_k, triton.next_power_of_2(k))
@@ -279,7 +298,7 @@ def grouped_product(
         num_groups, size = weight.scales.shape[2], weight.group_size
         if num_groups > 1 and (weight.is_fp8 or block_k % size):
             block_k = min(block_k, size & -size)  # within a group
-        tables = (None, None) if weight.is_fp8 else _tables(x.device, is_nf4=weight.is_nf4)
+        tables = _tables(x.device) if weight.is_nf4 else (None, None)
         codes = (weight.codes, weight.scales, weight.scales if weight.shifts is None else weight.shifts)
         _codes_kernel[grid](
             x, *codes, *tables, bias, out, groups.order, groups.tiles, groups.count, out.stride(0), N=n, K=k,

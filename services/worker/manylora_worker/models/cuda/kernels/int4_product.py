@@ -8,8 +8,8 @@ from torch import Tensor
 
 from manylora_worker.models.cuda.kernels.nf4 import FUSED_ROWS, TileWorkspace, dequantize, product_by_tiles
 from manylora_worker.models.cuda.kernels.nf4_format import BLOCK_SIZE, Nf4Weight
+from manylora_worker.models.cuda.kernels.nf4_hopper import HopperProducts
 from manylora_worker.models.cuda.kernels.nf4_lookup import bf16_bits
-from manylora_worker.models.cuda.kernels.nf4_rows import Nf4Rows
 from manylora_worker.models.quantized.int4 import MIDDLE, Int4Weight
 
 # Exact in bf16. A scale is one of NF4's for each 64 inputs. What a group's zero is from MIDDLE does not depend on the
@@ -23,7 +23,7 @@ class Int4Kernels:
 
     def __init__(self, device: torch.device) -> None:
         """Raises CudaUnavailable."""
-        self.rows = Nf4Rows(VALUE_BITS, device)
+        self.hopper = HopperProducts(VALUE_BITS, device)
         self.workspace = TileWorkspace(device, VALUES)
 
     def product_with(self, weight: Int4Weight, bias: Tensor | None) -> Int4Product:
@@ -44,16 +44,18 @@ class Int4Product:
         return self._weight.num_bytes + (0 if self._shifts is None else self._shifts.nbytes)
 
     def __call__(self, x: Tensor, *, pdl: bool) -> Tensor:
-        weight, kernels = self._weight, self._kernels
-        if x.shape[0] > FUSED_ROWS:
+        weight, kernels, rows = self._weight, self._kernels, x.shape[0]
+        has_kernel = kernels.hopper.takes(rows, weight.in_features, weight.out_features)
+        if not has_kernel and rows > FUSED_ROWS:
             return F.linear(x, self.rebuilt(), self._bias)[None]
         sums = None if self._shifts is None else group_sums(x, self._group_size)
-        if kernels.rows.takes(x.shape[0], weight.in_features, weight.out_features):
-            parts = kernels.rows.product(x, weight.codes, weight.absmax, self._bias, pdl=pdl and sums is None)
-        else:
-            out = torch.empty(
-                x.shape[0], weight.out_features, dtype=x.dtype if sums is None else sums.dtype, device=x.device
+        if has_kernel:
+            parts = kernels.hopper.product(
+                x, weight.codes, weight.absmax, self._bias, unrounded=sums is not None, pdl=pdl and sums is None
             )
+        else:
+            dtype = x.dtype if sums is None else sums.dtype
+            out = torch.empty(rows, weight.out_features, dtype=dtype, device=x.device)
             parts = product_by_tiles(x, weight, kernels.workspace, self._bias, out)[None]
         if self._shifts is not None and sums is not None:
             parts[0].addmm_(sums, self._shifts)

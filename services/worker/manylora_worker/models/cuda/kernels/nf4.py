@@ -13,6 +13,7 @@ from torch import Tensor
 from triton import knobs
 
 from manylora_worker.models.cuda.kernels.nf4_format import BLOCK_SIZE, CODEBOOK, Nf4Weight, quantize
+from manylora_worker.models.cuda.kernels.nf4_hopper import HopperProducts
 from manylora_worker.models.cuda.kernels.nf4_lookup import (
     FLOATS_ASM,
     FLOATS_CONSTRAINTS,
@@ -26,12 +27,12 @@ from manylora_worker.models.cuda.kernels.nf4_lookup import (
     scaled_pairs_asm,
     table_values,
 )
-from manylora_worker.models.cuda.kernels.nf4_rows import Nf4Rows
 from manylora_worker.models.quantized.linear import QuantizedLinear
 
 # | rows | way | rounds |
 # |---|---|---|
-# | 1 .. 32 on Hopper | nf4_rows.py (CUDA C++): its table is in shared memory | code values to bf16 |
+# | 1 .. 16 on Hopper | nf4_rows.py (CUDA C++): its table is in shared memory | code values to bf16 |
+# | .. 128 on Hopper | nf4_tiles.py (CUDA C++): likewise, a warpgroup's products | code value, scale, their product |
 # | 1 .. REDUCTION_ROWS | `_reduction_kernel`: no dot, lanes along the inputs | code values to 8 bits of significand |
 # | .. FUSED_ROWS | `_product_kernel`: tensor cores, split along the inputs | code value, scale, their product to bf16 |
 # | more | `dequantize` to bf16 once, then an ordinary product | as bitsandbytes |
@@ -274,7 +275,7 @@ class TileWorkspace:
 class Nf4Workspace(TileWorkspace):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, CODEBOOK)
-        self.rows = Nf4Rows.where_it_runs(PAIR_BITS, device)  # None where the Triton kernels have to do its work
+        self.hopper = HopperProducts.where_they_run(PAIR_BITS, device)
         self.reduction_codebook = torch.tensor(REDUCTION_CODEBOOK, dtype=torch.float32, device=device)
         self.reduction_lookup = int32_tensor(register_words(REPEATED_BITS), device)
 
@@ -377,9 +378,9 @@ class Nf4Linear(QuantizedLinear):
         num_rows = x.shape[0]
         x = x.contiguous()
         weight, workspace = self._weight, self._workspace
-        by_rows = workspace.rows if x.dtype == torch.bfloat16 else None
-        if by_rows is not None and by_rows.takes(num_rows, self.in_features, self.out_features):
-            return by_rows.product(x, weight.codes, weight.absmax, self.bias, pdl=pdl)
+        hopper = workspace.hopper if x.dtype == torch.bfloat16 else None
+        if hopper is not None and hopper.takes(num_rows, self.in_features, self.out_features):
+            return hopper.product(x, weight.codes, weight.absmax, self.bias, pdl=pdl)
         if num_rows <= REDUCTION_ROWS:
             return product_by_reduction(x, weight, workspace, self.bias)[None]
         if num_rows <= FUSED_ROWS:

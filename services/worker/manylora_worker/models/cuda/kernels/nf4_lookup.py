@@ -1,4 +1,4 @@
-"""Code values of NF4 in registers: how a kernel turns a word of eight codes into eight numbers."""
+"""Codes of 4 bits in registers: how a kernel turns a word of eight of them into eight numbers."""
 
 from __future__ import annotations
 
@@ -110,6 +110,16 @@ def bytes_asm(entries: tuple[int, ...]) -> str:
     return "{ " + " ".join(lines) + " }"
 
 
+# 128 + n in bf16 is 0x4300 + n, for n below 128. A byte's low bits stay where they are, each byte in a half of a word.
+_INTEGERS_ASM = tl.constexpr(
+    "{ .reg .b32 t, u, s, v; prmt.b32 t, $4, 0, 0x4140; prmt.b32 u, $4, 0, 0x4342; shr.b32 s, t, 4; shr.b32 v, u, 4; "
+    + " ".join(
+        f"lop3.b32 ${output}, {word}, 0x000f000f, 0x43004300, 0xea;"  # (a & b) | c
+        for output, word in enumerate(("s", "v", "t", "u"))
+    )
+    + " }"
+)
+_INTEGERS_CONSTRAINTS = tl.constexpr("=r,=r,=r,=r,r")
 FLOATS_ASM = tl.constexpr(_floats_asm())
 FLOATS_CONSTRAINTS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 5))
 PAIRS_CONSTRAINTS = tl.constexpr(",".join(["=h"] * 8 + ["r"] * 6))
@@ -143,6 +153,18 @@ def byte_values(codes, table_ptr, lookup, ASM: tl.constexpr, dtype: tl.constexpr
         )  # fmt: skip
     else:
         high, low = tl.load(table_ptr + (codes >> 4)).to(dtype), tl.load(table_ptr + (codes & 15)).to(dtype)
+    return high, low
+
+
+@triton.jit
+def integers_from_128(codes, dtype: tl.constexpr):
+    """128 + the high bits, and 128 + the low bits of uint8 codes."""
+    if dtype == tl.bfloat16:
+        high, low = tl.inline_asm_elementwise(
+            _INTEGERS_ASM, _INTEGERS_CONSTRAINTS, [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        high, low = (codes >> 4).to(dtype) + 128.0, (codes & 15).to(dtype) + 128.0
     return high, low
 
 

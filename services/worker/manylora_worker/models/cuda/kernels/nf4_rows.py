@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +11,7 @@ from torch import Tensor
 
 from manylora_worker.models.cuda.kernels.cuda_module import CudaKernel, CudaUnavailable, with_instructions
 
-_LOG = logging.getLogger(__name__)
-
-MOST_ROWS = 32  # above, Triton's tiles are ahead
+MOST_ROWS = 16  # above, nf4_tiles.cu is ahead
 IN_FEATURES_MULTIPLE = 256  # a row's scales are copied in units of 16 bytes: four blocks of 64
 
 OUT_FEATURES_MULTIPLE = 16
@@ -42,8 +39,7 @@ class Variant:
         return _TABLE_BYTES + sums + _WARPS * self.stages * stage
 
 
-# Ascending by columns. x of 32 rows takes all registers with two blocks a warp. Measured on an H200.
-VARIANTS = (Variant(1, 4, 2, 8), Variant(8, 4, 2, 2), Variant(16, 4, 2, 1), Variant(32, 2, 3, 1))
+VARIANTS = (Variant(1, 4, 2, 8), Variant(8, 4, 2, 2), Variant(16, 4, 2, 1))  # ascending by columns; on an H200
 
 
 @dataclass(frozen=True)
@@ -72,17 +68,6 @@ class Nf4Rows:
             variant: CudaKernel(source(variant, values), "nf4_product", device, shared_bytes=_SHARED_BYTES)
             for variant in VARIANTS
         }
-
-    @classmethod
-    def where_it_runs(cls, values: Sequence[int], device: torch.device) -> Nf4Rows | None:
-        """None, with a line in the log, where the Triton kernels have to do."""
-        if device.type != "cuda":
-            return None
-        try:
-            return cls(values, device)
-        except CudaUnavailable as error:
-            _LOG.warning("4-bit products fall back to Triton kernels, at half the speed or less: %s", error)
-            return None
 
     @staticmethod
     def takes(rows: int, in_features: int, out_features: int) -> bool:
