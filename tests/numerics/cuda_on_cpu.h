@@ -1,6 +1,6 @@
 // Runs one block of threads of a .cu file after the other on a CPU: a fiber a thread. Copies arrive and a warpgroup's
-// products are made as late as the waits allow, and shared memory begins as NaN, so a missing wait or barrier is a wrong
-// result and not a lucky one.
+// products are made as late as the waits allow, and shared memory begins as NaN, so a missing wait or barrier is a
+// wrong result and not a lucky one.
 #include <ucontext.h>
 
 #include <algorithm>
@@ -234,7 +234,8 @@ static void end_group_of_products() {
 // wgmma.m64nNk16 with its first operand in registers: a warp's rows of it and of the sums lie as mma.m16n8k16's.
 static void make_product(const Product& own, size_t group, size_t number) {
     const int warp = threadIdx.x / 32 * 32, lane_group = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
-    const uint32_t at = (own.b & 0x3fff) << 4, numbers_on = (own.b >> 16 & 0x3fff) << 4, rows_on = (own.b >> 32 & 0x3fff) << 4;
+    const auto field = [&](int from) { return uint32_t(own.b >> from & 0x3fff) << 4; };
+    const uint32_t at = field(0), numbers_on = field(16), rows_on = field(32);
     for (int i = 0; i < own.columns / 2; i++) {
         const int row = i / 2 % 2, column = i / 4 * 8 + 2 * quad + i % 2;
         for (int k = 0; k < 16; k++) {
@@ -253,7 +254,8 @@ static void wait_for_products() {
     Barrier& barrier = warpgroup_barriers[threadIdx.x / 128];
     wait_at(barrier);
     for (int group = 0; group < waited; group++)
-        for (size_t number = 0; number < groups[group].size(); number++) make_product(groups[group][number], group, number);
+        for (size_t number = 0; number < groups[group].size(); number++)
+            make_product(groups[group][number], group, number);
     wait_at(barrier);
     groups.erase(groups.begin(), groups.begin() + waited);
 }

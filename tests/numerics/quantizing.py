@@ -266,15 +266,19 @@ def experts_stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return stacked
 
 
+def quantized_layers(model: PreTrainedModel) -> list[torch.nn.Linear]:
+    """All but the head and Gemma 4's router, which is one; other routers are none."""
+    layers = [(path, each) for path, each in model.named_modules() if isinstance(each, torch.nn.Linear)]
+    return [each for path, each in layers if each is not model.get_output_embeddings() and ".router." not in path]
+
+
 def to_fp8_by_output(model: PreTrainedModel) -> None:
-    """In place: all linear layers but the head, and experts' stacks."""
-    layers = [each.weight for each in model.modules() if isinstance(each, torch.nn.Linear)]
+    """In place: what is quantized of linear layers, and experts' stacks."""
     stacks = [each for name, each in model.named_parameters() if ".experts." in name and each.dim() == 3]
-    for weight in [*layers, *stacks]:
-        if weight is not model.get_output_embeddings().weight:
-            is_turned = weight.dim() == 3 and model.config.model_type == "gpt_oss"  # [experts, in, out]
-            scales = weight.data.abs().amax(1 if is_turned else -1, keepdim=True) / _LARGEST
-            weight.data = fp8(weight.data, scales)[1]
+    for weight in [*(each.weight for each in quantized_layers(model)), *stacks]:
+        is_turned = weight.dim() == 3 and model.config.model_type == "gpt_oss"  # [experts, in, out]
+        scales = weight.data.abs().amax(1 if is_turned else -1, keepdim=True) / _LARGEST
+        weight.data = fp8(weight.data, scales)[1]
 
 
 def experts_to_nf4(model: PreTrainedModel) -> None:
@@ -293,17 +297,19 @@ def experts_to_nf4(model: PreTrainedModel) -> None:
 
 def to_our_nf4(model: PreTrainedModel) -> None:
     """In place, as a GPU has it, but for the scales of layers that are fused or shared there."""
-    layers = (each for each in model.modules() if isinstance(each, torch.nn.Linear))
-    for layer in layers:
-        if layer is not model.get_output_embeddings():
-            layer.weight.data = dequantize_reference(quantize(layer.weight.data), torch.float32)
+    for layer in quantized_layers(model):
+        layer.weight.data = dequantize_reference(quantize(layer.weight.data), torch.float32)
     experts_to_nf4(model)
 
 
 def to_nf4(model: PreTrainedModel, folder: Path) -> None:
     """In place, experts as above, linear layers as bitsandbytes has them. folder: its weights."""
     bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    options = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    layers = quantized_layers(model)
+    left = [path for path, each in model.named_modules() if isinstance(each, torch.nn.Linear) and each not in layers]
+    options = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, llm_int8_skip_modules=left
+    )
     made = AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=options, device_map={"": "cpu"}, dtype=torch.float32
     )

@@ -81,6 +81,18 @@ def find_experts(model: PreTrainedModel) -> list[FoundExperts]:
     return found
 
 
+def router_linears(model: PreTrainedModel) -> frozenset[str]:
+    """Paths of linear layers of routers that are not ours: `--quantization` leaves them as they are."""
+    blocks = [(path, block) for path, block in model.named_modules() if hasattr(block, "experts")]
+    routers = [f"{path}.{name}" for path, block in blocks for name in ("gate", "router") if hasattr(block, name)]
+    return frozenset(
+        path
+        for router in routers
+        for path, module in model.get_submodule(router).named_modules(prefix=router)
+        if isinstance(module, nn.Linear | LoraLinear)
+    )
+
+
 def _is_known(router: nn.Module, shape: ExpertShape) -> bool:
     own = {name: tuple(each.shape) for name, each in router.named_parameters()}
     weight = {"weight": (shape.experts, shape.hidden)}

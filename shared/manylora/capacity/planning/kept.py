@@ -15,6 +15,7 @@ _TILE = 64  # inputs of one scale in the kernels of 4 bits
 _EXPERTS_TILE = 32  # inputs of one scale that the kernels of experts take
 _GROUP = 128  # of a known model, which ships nothing: what GPTQ and AWQ mostly have
 _FOUR_BITS = ("int4", "nf4")
+_ROUTER = ".router.proj"  # Gemma 4's is a linear layer; others are no products
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,16 @@ def kept_of(config: Mapping[str, Any], parts: Parts, quantization: str) -> Kept:
         raise BadConfig("quantization_config: bitsandbytes is served on the CPU alone")
     if quantization == "none":
         return Kept()
-    is_four = quantization == "int4"
-    kept = _shipped(stated, quantization, parts) if stated else Kept(quantization, _GROUP * is_four, is_shipped=is_four)
+    kept = _shipped(stated, quantization, parts) if stated else _made(quantization, parts)
     _check_groups(kept, parts)
     return kept
+
+
+def _made(quantization: str, parts: Parts) -> Kept:
+    if quantization == "int4":
+        return Kept(quantization, _GROUP, is_shipped=True)
+    routers = [each for each in parts.products if each.path.endswith(_ROUTER)]
+    return Kept(quantization, left=frozenset((each.path, each.members) for each in routers))
 
 
 def _check_groups(kept: Kept, parts: Parts) -> None:

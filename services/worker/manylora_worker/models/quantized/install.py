@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from manylora_worker.models.checkpoint import ModelRefused, Quantization
+from manylora_worker.models.experts import router_linears
 from manylora_worker.models.layers.lora_linear import LoraLinear
 from manylora_worker.models.layers.mixture import LoraExperts
 from manylora_worker.models.quantized import int4
@@ -42,8 +43,9 @@ def quantize_to_fp8(
     """
     # So is a layer of which a part is not in FP8: codes that were rebuilt are not made anew.
     check_device(device, "--quantization fp8", "--quantization none or nf4")
+    kept = router_linears(model) if shipped is None else frozenset()
     for path, module in model.named_modules():
-        if not isinstance(module, LoraLinear):
+        if not isinstance(module, LoraLinear) or path in kept:
             continue
         linear = module.base
         if type(linear) is not nn.Linear:
@@ -123,13 +125,13 @@ def check_device(device: torch.device, option: str, instead: str) -> None:
 
 
 def quantize_to_nf4(model: PreTrainedModel, device: torch.device) -> None:
-    # layer by layer; the head stays as it is
+    # layer by layer; the head and routers stay as they are
     from manylora_worker.models.cuda.kernels.nf4 import Nf4Linear, Nf4Workspace
     from manylora_worker.models.cuda.kernels.nf4_format import BLOCK_SIZE
 
-    workspace = Nf4Workspace(device)
+    workspace, kept = Nf4Workspace(device), router_linears(model)
     for path, module in model.named_modules():
-        if isinstance(module, LoraLinear):
+        if isinstance(module, LoraLinear) and path not in kept:
             linear = module.base
             if type(linear) is not nn.Linear or linear.in_features % BLOCK_SIZE:
                 raise ModelRefused(f"{path}: nf4 needs a linear layer whose inputs are a multiple of {BLOCK_SIZE}")

@@ -25,7 +25,7 @@ class Int4Weight:
 
     codes: Tensor  # uint8 [out, in / 2], inputs of even index in high bits
     scales: Tensor  # float32 [out, groups]
-    shifts: Tensor | None  # as scales; None: all are 0
+    shifts: Tensor | None  # as scales, of which they are whole multiples; None: all are 0
     group_size: int  # in inputs
 
     @property

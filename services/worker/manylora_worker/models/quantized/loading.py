@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.quantizers.base import get_keys_to_not_convert
 
 from manylora_worker.models.checkpoint import (
     ModelRefused,
@@ -19,7 +20,7 @@ from manylora_worker.models.checkpoint import (
     weight_files,
     whole_names,
 )
-from manylora_worker.models.experts import find_experts, modules_of
+from manylora_worker.models.experts import find_experts, modules_of, router_linears
 from manylora_worker.models.linears import head_modules_of, linear_modules
 from manylora_worker.models.quantized.install import (
     ShippedCodes,
@@ -82,10 +83,12 @@ def bitsandbytes_options(config: PretrainedConfig, dtype: torch.dtype, device: s
     }
     options: dict[str, Any] = {"device_map": {"": device}}
     stated = getattr(config, "quantization_config", None)
-    if stated is None:
-        return options | {"quantization_config": BitsAndBytesConfig(**nf4)}
     with torch.device("meta"):
-        mixtures = find_experts(class_of(config).from_config(config))
+        empty = class_of(config).from_config(config)
+    if stated is None:
+        left = [*get_keys_to_not_convert(empty), *router_linears(empty)]
+        return options | {"quantization_config": BitsAndBytesConfig(**nf4, llm_int8_skip_modules=left)}
+    mixtures = find_experts(empty)
     if mixtures:
         raise ModelRefused(
             f"{config.model_type}: {mixtures[0].stack}: a mixture of experts that bitsandbytes has quantized is not "

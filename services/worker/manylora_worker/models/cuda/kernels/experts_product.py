@@ -143,13 +143,13 @@ def _add_nibbles(
         else:
             high -= _OF_MIDDLE
             low -= _OF_MIDDLE
-    rounded = scales.to(even.dtype)
-    rest = _of_inputs((scales - rounded.to(tl.float32)).to(even.dtype), high.shape)
-    rounded = _of_inputs(rounded, high.shape)
+    own = scales.to(even.dtype)
+    rounded = _of_inputs(own, high.shape)
     if even.shape[0] < 64:
         high *= rounded
         low *= rounded
-    else:  # the product takes longer than the codes do: what a scale loses in x's type counts too
+    else:  # the product takes longer than the codes do: what a scale loses in x's type is made up for
+        rest = _of_inputs((scales - own.to(tl.float32)).to(even.dtype), high.shape)
         high = high * rounded + high * rest
         low = low * rounded + low * rest
     return tl.dot(odd, low, tl.dot(even, high, acc, input_precision="ieee"), input_precision="ieee")

@@ -10,7 +10,7 @@ typedef unsigned long long u64;
 
 __device__ __forceinline__ u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
 
-// Copies BYTES (4, 8 or 16) to shared memory; done when `wait_for_copies` says so.
+// Copies BYTES (8 or 16) to shared memory; done when `wait_for_copies` says so.
 template <int BYTES>
 __device__ __forceinline__ void copy_in(u32 to, const void* from) {
     if constexpr (BYTES == 16)
@@ -86,17 +86,15 @@ __device__ __forceinline__ void keep(u32 (&values)[COUNT]) {
                      "+f"(s[i + 6]), "+f"(s[i + 7])
 #define SUMS_32(s, i) SUMS_8(s, i), SUMS_8(s, i + 8), SUMS_8(s, i + 16), SUMS_8(s, i + 24)
 #define PRODUCT(rows, sums, a0, a1, a2, a3, b) \
-    "wgmma.mma_async.sync.aligned.m64n" rows "k16.f32.bf16.bf16 {" sums "}, {" a0 "," a1 "," a2 "," a3 "}, " b ", 1, 1, 1, 0;"
+    "wgmma.mma_async.sync.aligned.m64n" rows "k16.f32.bf16.bf16 {" sums "}, {" a0 "," a1 "," a2 "," a3 "}, " b \
+    ", 1, 1, 1, 0;"
 #define NAMES_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define NAMES_32 NAMES_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define NAMES_64 NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53," \
                  "%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define NAMES_128 NAMES_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85," \
-                  "%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107," \
-                  "%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
-// sums [64 x rows] += a [64 x 16] b [16 x rows]; of `a` each warp of the four has 16 rows, as multiply's; of the sums
-// too, 8 columns after the other.
+// sums [64 x rows] += a [64 x 16] b [16 x rows]. Each of the four warps has 16 rows of `a`, as multiply has them, and
+// their sums: those of 8 columns, as multiply's, then those of the next 8.
 __device__ __forceinline__ void multiply_rows(float (&s)[16], const u32 (&a)[4], u64 b) {
     asm volatile(PRODUCT("32", NAMES_16, "%16", "%17", "%18", "%19", "%20")
                  : SUMS_8(s, 0), SUMS_8(s, 8) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b) : "memory");
@@ -108,11 +106,6 @@ __device__ __forceinline__ void multiply_rows(float (&s)[32], const u32 (&a)[4],
 __device__ __forceinline__ void multiply_rows(float (&s)[64], const u32 (&a)[4], u64 b) {
     asm volatile(PRODUCT("128", NAMES_64, "%64", "%65", "%66", "%67", "%68")
                  : SUMS_32(s, 0), SUMS_32(s, 32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b) : "memory");
-}
-__device__ __forceinline__ void multiply_rows(float (&s)[128], const u32 (&a)[4], u64 b) {
-    asm volatile(PRODUCT("256", NAMES_128, "%128", "%129", "%130", "%131", "%132")
-                 : SUMS_32(s, 0), SUMS_32(s, 32), SUMS_32(s, 64), SUMS_32(s, 96)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b) : "memory");
 }
 
 // Of two bf16 in a word each.

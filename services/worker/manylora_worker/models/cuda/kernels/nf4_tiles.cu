@@ -2,22 +2,24 @@
 //
 // The weight is the first operand of Hopper's products of a warpgroup (128 threads), 64 outputs of 16 inputs, and never
 // leaves registers: a code byte is looked up as in nf4_product.cu, and the pair is multiplied by its scale, in bf16. x
-// is the second operand and lies in shared memory, for all warpgroups of a block of threads. Any order of the inputs
-// serves a product: in a block of 128 inputs a thread holds 32 neighbours, which are 16 bytes of codes, and x is written
-// to shared memory in the order that they come to stand in:
+// is the second operand and lies in shared memory, for all warpgroups of a block of threads. Any order of inputs serves
+// a product: in a block of 128 inputs a thread holds 32 neighbours, which are 16 bytes of codes, and x is written to
+// shared memory in the order that they come to stand in:
 //
 //     inputs 32 t + 4 s + 2 h, + 1 of the block    places 2 t, + 1 of half h of step s (16 inputs), t in 0 .. 3
 //
-// Two stages of x: the next block is written while this one is multiplied. Codes are copied to shared memory by the thread
-// that reads them, scales by its warp for two blocks of inputs at once, STAGES - 1 blocks ahead; the first ones before the
-// kernel before this one ends.
+// Two stages of x: the next block is written while this one is multiplied. Codes are copied to shared memory by the
+// thread that reads them, scales by its warp for two blocks of inputs at once, STAGES - 1 blocks ahead; the first ones
+// before the kernel before this one ends.
 //
-// Grid: tiles of TILE outputs; parts of `part_blocks` blocks of inputs, an even number as that of all blocks is. out:
-// float32 [parts, rows, out_features], which the reader adds up; rounded: of one part, in bf16, or null. The last tile and
-// the last part may be shorter.
+// Grid: tiles of TILE outputs; parts of `part_blocks` blocks of inputs. Both that and num_blocks are even. The last
+// tile and the last part may be shorter.
 //
-// Defined by the compilation: COLUMNS (the most rows of x, a multiple of 8), WARPGROUPS, STAGES (of
-// codes; even), and VALUES (of the codes, as bf16 bits).
+//     out        float32 [parts, rows, out_features]: the reader adds the parts up
+//     rounded    or null: bf16 in its place, where there is one part
+//
+// Defined by the compilation: COLUMNS (the most rows of x, a multiple of 8), WARPGROUPS, STAGES (of codes; even), and
+// VALUES (of the codes, as bf16 bits).
 
 constexpr int NUM_THREADS = 128 * WARPGROUPS;
 constexpr int TILE = 64 * WARPGROUPS;
@@ -27,7 +29,7 @@ constexpr int HALF = BLOCK_STEPS / 2;
 // Shared memory, in bytes: the table, two stages of x, the stages of codes and of scales.
 constexpr int ENTRY_STRIDE = 256;
 constexpr int TABLE_BYTES = 256 * ENTRY_STRIDE;
-constexpr int CHUNK_BYTES = COLUMNS * 16 + 16;  // half a step of all rows, 16 bytes a row; padded, see load_x
+constexpr int CHUNK_BYTES = COLUMNS * 16 + 16;  // half a step of all rows, 16 bytes a row; padded, see store_x
 constexpr int X_BYTES = 2 * BLOCK_STEPS * CHUNK_BYTES;
 constexpr int CODE_BYTES = NUM_THREADS * 32;
 constexpr int SCALE_BYTES = NUM_THREADS * 8;  // of two blocks of inputs
@@ -54,7 +56,7 @@ struct alignas(16) Words4 {
     u32 word[4];
 };
 
-// The pair of weights of byte I of `word`, without their scale. lane_bytes: the lane's number times 4. The table begins
+// The pair of weights of a byte of `word`, without their scale. lane_bytes: the lane's number times 4. The table begins
 // where dynamic shared memory does, and that is behind the 1,024 bytes that Hopper keeps.
 __device__ __forceinline__ u32 weights_of(u32 word, int byte, u32 lane_bytes) {
     return load_behind(__byte_perm(word, lane_bytes, 0x5504 | byte << 4));
@@ -98,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     wait_for_kernel_before();
     let_next_kernel_start();
 
-    // A warp reads 64 neighbouring bytes of four rows at a time; where eight lanes write, no two are of the same banks.
+    // A warp reads 64 neighbouring bytes of four rows at a time; of eight lanes that write at once none share a bank.
     Words2 own_x[TASKS][4];
     auto row_of = [&](int task) { return (thread + task * NUM_THREADS) / 32 * 4 + lane / 16 * 2 + lane % 2; };
     const int own_step = lane / 2 % 8;
@@ -124,6 +126,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         }
         show_to_products();
     };
+
     float sums[COLUMNS / 2] = {};
     u32 weights[BLOCK_STEPS][4];
     Words4 low_words, high_words;
@@ -148,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             weights[step][3] = multiply_pairs(weights_of(h, step % 2 * 2 + 1, lane_bytes), high_scale);
         }
     };
-    auto multiply = [&](int from, int block) {
+    auto multiply_half = [&](int from, int block) {
         const u32 x_at = shared_address(stages_of_x) + block % 2 * X_BYTES;
         begin_products();
 #pragma unroll
@@ -171,9 +174,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     look_up(0);
     for (int block = 0; block < count; block++) {
         if (block > 0) __syncthreads();  // this block's x is there, and nobody multiplies with the one before
-        multiply(0, block);
+        multiply_half(0, block);
         look_up(HALF);
-        multiply(HALF, block);
+        multiply_half(HALF, block);
         // Beside the products.
         if (block + 1 < count) store_x(block + 1);
         if (block + 2 < count) load_x(block + 2);
