@@ -40,6 +40,14 @@ def test_the_rows_choose_the_kernel(rows: int, inputs: int, outputs: int, kernel
         assert products.product(x, absmax, absmax, None, pdl=False) == kernel.__name__  # type: ignore[comparison-overlap]
 
 
+def test_a_gpu_after_hopper_has_the_kernel_of_few_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Nf4Rows, "__init__", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    products = HopperProducts(nf4_lookup.PAIR_BITS, torch.device("cuda"))
+    assert products.takes(16, 256, 16)
+    assert not products.takes(17, 256, 16)
+
+
 def test_without_a_compiler_triton_serves(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def no_rows(self: Nf4Rows, values: object, device: torch.device) -> None:
         raise CudaUnavailable("libnvrtc.so.13 is not installed")

@@ -1,4 +1,4 @@
-"""Products with codes of 4 bits on Hopper, by the kernels of CUDA C++: which of them takes how many rows."""
+"""Products with codes of 4 bits by the kernels of CUDA C++: which of them takes how many rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from manylora_worker.models.cuda.kernels.cuda_module import CudaUnavailable
 from manylora_worker.models.cuda.kernels.nf4_rows import Nf4Rows
-from manylora_worker.models.cuda.kernels.nf4_tiles import Nf4Tiles
+from manylora_worker.models.cuda.kernels.nf4_tiles import TILES_MAJOR, Nf4Tiles
 
 _LOG = logging.getLogger(__name__)
 
@@ -18,7 +18,9 @@ _LOG = logging.getLogger(__name__)
 class HopperProducts:
     def __init__(self, values: Sequence[int], device: torch.device) -> None:
         """values: the 16 values as bf16 bits. Raises CudaUnavailable."""
-        self._rows, self._tiles = Nf4Rows(values, device), Nf4Tiles(values, device)
+        self._rows = Nf4Rows(values, device)
+        has_tiles = torch.cuda.get_device_capability(device)[0] == TILES_MAJOR
+        self._tiles = Nf4Tiles(values, device) if has_tiles else None
 
     @classmethod
     def where_they_run(cls, values: Sequence[int], device: torch.device) -> HopperProducts | None:
@@ -32,7 +34,8 @@ class HopperProducts:
             return None
 
     def takes(self, rows: int, in_features: int, out_features: int) -> bool:
-        return any(kernel.takes(rows, in_features, out_features) for kernel in (self._rows, self._tiles))
+        kernels = (self._rows, self._tiles)
+        return any(each is not None and each.takes(rows, in_features, out_features) for each in kernels)
 
     def product(
         self, x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, *, unrounded: bool = False, pdl: bool
@@ -44,4 +47,5 @@ class HopperProducts:
         """
         if self._rows.takes(x.shape[0], x.shape[1], absmax.shape[0]):
             return self._rows.product(x, codes, absmax, bias, pdl=pdl)
+        assert self._tiles is not None
         return self._tiles.product(x, codes, absmax, bias, unrounded=unrounded, pdl=pdl)

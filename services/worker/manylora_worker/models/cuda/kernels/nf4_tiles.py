@@ -11,6 +11,7 @@ from torch import Tensor
 
 from manylora_worker.models.cuda.kernels.cuda_module import CudaKernel, CudaUnavailable, with_instructions
 
+TILES_MAJOR = 9  # of the compute capability: GPUs after Hopper have no such products
 IN_FEATURES_MULTIPLE = 256  # scales are copied in units of 16 bytes: four blocks of 64
 _BLOCK = 128  # inputs that a program takes at once
 _SHARED_BYTES = 227 * 1024  # of one block of threads, on Hopper
@@ -70,7 +71,7 @@ class Nf4Tiles:
     def __init__(self, values: Sequence[int], device: torch.device) -> None:
         """values: the 16 values as bf16 bits. Raises CudaUnavailable."""
         properties = torch.cuda.get_device_properties(device)
-        if properties.major != 9 or properties.shared_memory_per_block_optin < _SHARED_BYTES:
+        if properties.major != TILES_MAJOR or properties.shared_memory_per_block_optin < _SHARED_BYTES:
             raise CudaUnavailable(f"{properties.name} is not of Hopper's kind")
         self._processors = properties.multi_processor_count
         self._kernels = {
