@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +25,7 @@ from manylora_worker.models.cuda.kernels.attention import (  # noqa: E402
 from manylora_worker.models.cuda.kernels.attention_decode import DecodeAttention, Variant  # noqa: E402
 from manylora_worker.models.cuda.kernels.cuda_module import CudaUnavailable  # noqa: E402
 
+from tests.numerics.cuda_on_cpu import cuda_on_cpu  # noqa: E402
 from tests.numerics.interpreter import DEVICES  # noqa: E402
 
 pytestmark = pytest.mark.kernels
@@ -154,14 +153,8 @@ class OnCpu(DecodeAttention):
         self, shape: AttentionShape, block_size: int, variant: Variant, programs: int, folder: Path, *, is_fp8: bool
     ) -> None:
         self._shape, self._processors, self._is_fp8 = shape, 1, is_fp8
-        shim = Path(__file__).with_name("cuda_on_cpu.h")
         text = attention_decode.source(shape, block_size, variant, is_fp8=is_fp8)
-        (folder / "kernel.cc").write_text("\n".join([f'#include "{shim}"', text, RUN_ON_CPU]))
-        library = folder / "kernel.so"
-        subprocess.run(
-            ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", folder / "kernel.cc", "-o", library], check=True
-        )
-        run = ctypes.CDLL(str(library)).run
+        run = cuda_on_cpu(text + RUN_ON_CPU, folder).run
 
         class Kernel:
             def launch(self, grid: tuple[int, int, int], *sizes: Any, pdl: bool) -> None:

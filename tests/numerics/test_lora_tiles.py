@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from manylora_worker.models.cuda.kernels.lora import (  # noqa: E402
 )
 from manylora_worker.models.cuda.kernels.lora_tiles import SPLIT, LoraTiles, Sizes  # noqa: E402
 
+from tests.numerics.cuda_on_cpu import cuda_on_cpu  # noqa: E402
 from tests.numerics.reference_tiles import ReferenceTiles, activated  # noqa: E402
 
 pytestmark = pytest.mark.kernels
@@ -158,16 +158,7 @@ class OnCpu(LoraTiles):
 
     def __init__(self, sizes: Sizes, programs: int, folder: Path) -> None:
         self._sizes, self._programs = sizes, programs
-        shim = Path(__file__).with_name("cuda_on_cpu.h")
-        (folder / "kernel.cc").write_text(
-            "\n".join([f'#include "{shim}"', lora_tiles.source(CHUNKS, sizes), RUN_ON_CPU])
-        )
-        library = folder / "kernel.so"
-        subprocess.run(
-            ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", folder / "kernel.cc", "-o", library], check=True
-        )
-        self._library = ctypes.CDLL(str(library))
-
+        self._library = cuda_on_cpu(lora_tiles.source(CHUNKS, sizes) + RUN_ON_CPU, folder)
         self._kernels = {name: self._runner(name) for name in ("lora_shrink", "lora_expand", "lora_gate")}
         self._bytes = dict.fromkeys(self._kernels, 0)
 

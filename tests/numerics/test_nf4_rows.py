@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,6 +16,8 @@ from manylora_worker.models.cuda.kernels import nf4_format, nf4_lookup, nf4_rows
 from manylora_worker.models.cuda.kernels.nf4 import Nf4Linear, Nf4Workspace
 from manylora_worker.models.cuda.kernels.nf4_rows import VARIANTS, Nf4Rows, plan
 from test_nf4 import TOLERANCE, relative_error
+
+from tests.numerics.cuda_on_cpu import cuda_on_cpu
 
 pytestmark = pytest.mark.kernels
 
@@ -61,14 +62,7 @@ extern "C" void run(const u8* x, const u8* codes, const float* absmax, const u16
 
 
 def on_cpu(variant: nf4_rows.Variant, values: Sequence[int], folder: Path) -> Callable[..., object]:
-    """The source itself, with fibers for threads (cuda_on_cpu.h): every index, wait and barrier of it."""
-    shim = Path(__file__).with_name("cuda_on_cpu.h")
-    (folder / "kernel.cc").write_text("\n".join([f'#include "{shim}"', nf4_rows.source(variant, values), RUN_ON_CPU]))
-    library = folder / "kernel.so"
-    subprocess.run(
-        ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", folder / "kernel.cc", "-o", library], check=True
-    )
-    run: Callable[..., object] = ctypes.CDLL(str(library)).run
+    run: Callable[..., object] = cuda_on_cpu(nf4_rows.source(variant, values) + RUN_ON_CPU, folder).run
     return run
 
 

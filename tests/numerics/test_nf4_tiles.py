@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,8 @@ from manylora_worker.models.cuda.kernels import nf4_format, nf4_lookup, nf4_tile
 from manylora_worker.models.cuda.kernels.nf4 import Nf4Linear, Nf4Workspace
 from manylora_worker.models.cuda.kernels.nf4_tiles import VARIANTS, Nf4Tiles, Variant, plan
 from test_nf4 import TOLERANCE, relative_error
+
+from tests.numerics.cuda_on_cpu import cuda_on_cpu
 
 pytestmark = pytest.mark.kernels
 
@@ -59,22 +59,10 @@ extern "C" void run(const u8* x, const u8* codes, const float* absmax, const u16
 """
 
 
-def on_cpu(variant: Variant, values: Sequence[int], folder: Path) -> Callable[..., object]:
-    """As test_nf4_rows.on_cpu."""
-    shim = Path(__file__).with_name("cuda_on_cpu.h")
-    (folder / "kernel.cc").write_text("\n".join([f'#include "{shim}"', nf4_tiles.source(variant, values), RUN_ON_CPU]))
-    library = folder / "kernel.so"
-    subprocess.run(
-        ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", folder / "kernel.cc", "-o", library], check=True
-    )
-    run: Callable[..., object] = ctypes.CDLL(str(library)).run
-    return run
-
-
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: f"{variant.columns} columns")
 def test_the_cuda_kernel_on_a_cpu(variant: Variant, tmp_path: Path) -> None:
-    run = on_cpu(variant, nf4_lookup.PAIR_BITS, tmp_path)
+    run = cuda_on_cpu(nf4_tiles.source(variant, nf4_lookup.PAIR_BITS) + RUN_ON_CPU, tmp_path).run
     torch.manual_seed(variant.columns)
     # A tile and a part of one; a shorter tile behind a whole one; a shorter part behind more blocks than stages.
     for out_features, in_features, part_blocks in ((40, 256, 2), (variant.tile + 24, 768, 6), (40, 1536, 8)):
@@ -114,6 +102,6 @@ def test_parts_fill_the_processors_and_are_read_again() -> None:
 
 
 def test_takes_what_the_kernel_can_cut() -> None:
-    assert Nf4Tiles.takes(128, 256, 1)
-    assert not Nf4Tiles.takes(129, 256, 1)
-    assert not Nf4Tiles.takes(64, 384, 16)
+    assert Nf4Tiles.takes(128, 256)
+    assert not Nf4Tiles.takes(129, 256)
+    assert not Nf4Tiles.takes(64, 384)

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from triton.runtime.cache import get_cache_manager
 
+HOPPER = 9  # major number of the compute capability: sm_90a alone has products of a warpgroup
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
@@ -47,7 +48,7 @@ class CudaKernel:
     def __init__(self, source: str, name: str, device: torch.device, *, shared_bytes: int) -> None:
         """shared_bytes: the most dynamic shared memory of a launch. Raises CudaUnavailable, CudaFailed."""
         major, minor = torch.cuda.get_device_capability(device)
-        cubin = compile_cubin(source, name, f"sm_{major}{minor}" + "a" * (major == 9))  # with products of a warpgroup
+        cubin = compile_cubin(source, name, f"sm_{major}{minor}{'a' if major == HOPPER else ''}")
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._module = ctypes.c_void_p()
         self._function = ctypes.c_void_p()
@@ -96,9 +97,10 @@ def _value(argument: torch.Tensor | int | float | None) -> ctypes.c_void_p | cty
     return ctypes.c_void_p(None if argument is None else argument.data_ptr())
 
 
-def with_instructions(path: Path, defined: Mapping[str, int | str]) -> str:
+def with_instructions(path: Path, defined: Mapping[str, int | str], *headers: str) -> str:
     lines = [f"#define {name} {value}" for name, value in defined.items()]
-    return "\n".join([*lines, path.with_name("instructions.cuh").read_text(), path.read_text()])
+    files = [path.with_name(name) for name in ("instructions.cuh", *headers)]
+    return "\n".join([*lines, *(file.read_text() for file in [*files, path])])
 
 
 def compile_cubin(source: str, name: str, arch: str) -> bytes:

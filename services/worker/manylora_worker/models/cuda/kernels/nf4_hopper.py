@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from manylora_worker.models.cuda.kernels.cuda_module import CudaUnavailable
+from manylora_worker.models.cuda.kernels.cuda_module import HOPPER, CudaUnavailable
 from manylora_worker.models.cuda.kernels.nf4_rows import Nf4Rows
-from manylora_worker.models.cuda.kernels.nf4_tiles import TILES_MAJOR, Nf4Tiles
+from manylora_worker.models.cuda.kernels.nf4_tiles import Nf4Tiles
 
 _LOG = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ class HopperProducts:
     def __init__(self, values: Sequence[int], device: torch.device) -> None:
         """values: the 16 values as bf16 bits. Raises CudaUnavailable."""
         self._rows = Nf4Rows(values, device)
-        has_tiles = torch.cuda.get_device_capability(device)[0] == TILES_MAJOR
+        has_tiles = torch.cuda.get_device_capability(device)[0] == HOPPER
         self._tiles = Nf4Tiles(values, device) if has_tiles else None
 
     @classmethod
@@ -34,8 +34,8 @@ class HopperProducts:
             return None
 
     def takes(self, rows: int, in_features: int, out_features: int) -> bool:
-        kernels = (self._rows, self._tiles)
-        return any(each is not None and each.takes(rows, in_features, out_features) for each in kernels)
+        in_tiles = self._tiles is not None and self._tiles.takes(rows, in_features)
+        return in_tiles or self._rows.takes(rows, in_features, out_features)
 
     def product(
         self, x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, *, unrounded: bool = False, pdl: bool

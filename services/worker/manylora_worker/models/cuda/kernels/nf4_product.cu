@@ -18,7 +18,7 @@
 // Grid: parts * members; the members of a part take its tiles in turn. Outputs are whole tiles, and inputs blocks of 256.
 //
 // Defined by the compilation: COLUMNS (the most rows of x: 1, or a multiple of 8), WARP_BLOCKS (2 or 4), STAGES,
-// ROUND, and VALUES (the 16 values of NF4 as bf16 bits).
+// ROUND, and VALUES (nf4_table.cuh).
 
 constexpr int TILE = 16;
 constexpr int WARPS = 16;
@@ -28,39 +28,12 @@ constexpr int GROUPS = (COLUMNS + 7) / 8;  // of 8 rows of x: what one matrix in
 
 // Shared memory, in bytes: the table, two sets of sums, the stages of each warp. Rows of a stage are padded so that a
 // warp's reads fall into different banks.
-constexpr int ENTRY_STRIDE = 256;  // a byte of the code word in its place makes the address; the lanes fill half of it
-constexpr int TABLE_BYTES = 256 * ENTRY_STRIDE;
 constexpr int PIECE_BYTES = 128;  // sums of two rows of x
 constexpr int PIECES = (COLUMNS + 1) / 2;
 constexpr int SUMS_BYTES = 2 * ROUND * WARPS * PIECES * PIECE_BYTES;
 constexpr int CODE_STRIDE = WARP_BLOCKS * 32 + 32;
 constexpr int SCALE_STRIDE = WARP_BLOCKS * 4;
 constexpr int STAGE_BYTES = TILE * (CODE_STRIDE + SCALE_STRIDE);
-
-#ifndef ON_CPU  // the tests run this file on a CPU, with this in C++
-
-// The word of shared memory 1,024 bytes on from `address`: an offset in the instruction, not an addition.
-__device__ __forceinline__ u32 load_behind(u32 address) {
-    u32 word;
-    asm("ld.shared.b32 %0, [%1+1024];" : "=r"(word) : "r"(address));
-    return word;
-}
-
-#endif
-
-struct alignas(8) Words2 {
-    u32 word[2];
-};
-struct alignas(16) Words4 {
-    u32 word[4];
-};
-
-// The pair of weights of byte I of `word`. lane_bytes: the lane's number times 4. The table begins where dynamic shared
-// memory does, and that is behind the 1,024 bytes that Hopper keeps.
-template <int I>
-__device__ __forceinline__ u32 weights_of(u32 word, u32 lane_bytes) {
-    return load_behind(__byte_perm(word, lane_bytes, 0x5504 | I << 4));
-}
 
 // Where the sum of a warp, a row of x and an output stands, for a tile of the round, in set 0 or 1. Neighbouring pieces
 // are rotated against each other, since lanes of four of them write at once.
@@ -71,14 +44,10 @@ __device__ __forceinline__ float* sum_at(u8* shared, int set, int of_round, int 
     return (float*)(shared + TABLE_BYTES + at * PIECE_BYTES) + place;
 }
 
-__constant__ u16 values[16] = {VALUES};
-
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     nf4_product(const u8* x, const u8* codes, const float* absmax, const u16* bias, float* out, int rows,
                 int out_features, int num_blocks, int parts) {
     extern __shared__ __align__(128) u8 shared[];
-    u8* table = shared;
-
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int part = blockIdx.x % parts, member = blockIdx.x / parts, members = gridDim.x / parts;
     const int tiles = out_features / TILE;
@@ -109,9 +78,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         scales_from += tile_on;
     };
     for (int i = 0; i < STAGES - 1; i++) load();
-    for (int entry = warp; entry < 256; entry += WARPS)
-        *(u32*)(table + entry * ENTRY_STRIDE + lane * 4) = values[entry >> 4] | (u32)values[entry & 15] << 16;
-    if (shared_address(table) != 1024) __trap();  // see weights_of
+    write_table(shared, WARPS);
     wait_for_kernel_before();
     let_next_kernel_start();
 
@@ -151,14 +118,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const u32 l = low.word[half], h = high.word[half];
-                    a[2 * half][0] = weights_of<0>(l, lane_bytes);
-                    a[2 * half][1] = weights_of<0>(h, lane_bytes);
-                    a[2 * half][2] = weights_of<1>(l, lane_bytes);
-                    a[2 * half][3] = weights_of<1>(h, lane_bytes);
-                    a[2 * half + 1][0] = weights_of<2>(l, lane_bytes);
-                    a[2 * half + 1][1] = weights_of<2>(h, lane_bytes);
-                    a[2 * half + 1][2] = weights_of<3>(l, lane_bytes);
-                    a[2 * half + 1][3] = weights_of<3>(h, lane_bytes);
+                    a[2 * half][0] = weights_of(l, 0, lane_bytes);
+                    a[2 * half][1] = weights_of(h, 0, lane_bytes);
+                    a[2 * half][2] = weights_of(l, 1, lane_bytes);
+                    a[2 * half][3] = weights_of(h, 1, lane_bytes);
+                    a[2 * half + 1][0] = weights_of(l, 2, lane_bytes);
+                    a[2 * half + 1][1] = weights_of(h, 2, lane_bytes);
+                    a[2 * half + 1][2] = weights_of(l, 3, lane_bytes);
+                    a[2 * half + 1][3] = weights_of(h, 3, lane_bytes);
                 }
                 const float low_scale = low_scales[b], high_scale = high_scales[b];
 #pragma unroll

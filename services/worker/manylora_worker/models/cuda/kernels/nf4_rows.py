@@ -101,4 +101,4 @@ def source(variant: Variant, values: Sequence[int]) -> str:
         "ROUND": variant.round_tiles,
         "VALUES": ",".join(f"{value:#06x}" for value in values),
     }
-    return with_instructions(Path(__file__).with_name("nf4_product.cu"), defined)
+    return with_instructions(Path(__file__).with_name("nf4_product.cu"), defined, "nf4_table.cuh")

@@ -19,7 +19,7 @@
 //     rounded    or null: bf16 in its place, where there is one part
 //
 // Defined by the compilation: COLUMNS (the most rows of x, a multiple of 8), WARPGROUPS, STAGES (of codes; even), and
-// VALUES (of the codes, as bf16 bits).
+// VALUES (nf4_table.cuh).
 
 constexpr int NUM_THREADS = 128 * WARPGROUPS;
 constexpr int TILE = 64 * WARPGROUPS;
@@ -27,8 +27,6 @@ constexpr int BLOCK_STEPS = 8;  // of 128 inputs
 constexpr int HALF = BLOCK_STEPS / 2;
 
 // Shared memory, in bytes: the table, two stages of x, the stages of codes and of scales.
-constexpr int ENTRY_STRIDE = 256;
-constexpr int TABLE_BYTES = 256 * ENTRY_STRIDE;
 constexpr int CHUNK_BYTES = COLUMNS * 16 + 16;  // half a step of all rows, 16 bytes a row; padded, see store_x
 constexpr int X_BYTES = 2 * BLOCK_STEPS * CHUNK_BYTES;
 constexpr int CODE_BYTES = NUM_THREADS * 32;
@@ -37,32 +35,6 @@ constexpr int SCALE_BYTES = NUM_THREADS * 8;  // of two blocks of inputs
 // A thread's task: two neighbouring words of a row of x at the four places of t, which are two chunks.
 constexpr int ALL_TASKS = COLUMNS * BLOCK_STEPS;
 constexpr int TASKS = (ALL_TASKS + NUM_THREADS - 1) / NUM_THREADS;
-
-#ifndef ON_CPU  // the tests run this file on a CPU, with this in C++
-
-// The word of shared memory 1,024 bytes on from `address`: an offset in the instruction, not an addition.
-__device__ __forceinline__ u32 load_behind(u32 address) {
-    u32 word;
-    asm("ld.shared.b32 %0, [%1+1024];" : "=r"(word) : "r"(address));
-    return word;
-}
-
-#endif
-
-struct alignas(8) Words2 {
-    u32 word[2];
-};
-struct alignas(16) Words4 {
-    u32 word[4];
-};
-
-// The pair of weights of a byte of `word`, without their scale. lane_bytes: the lane's number times 4. The table begins
-// where dynamic shared memory does, and that is behind the 1,024 bytes that Hopper keeps.
-__device__ __forceinline__ u32 weights_of(u32 word, int byte, u32 lane_bytes) {
-    return load_behind(__byte_perm(word, lane_bytes, 0x5504 | byte << 4));
-}
-
-__constant__ u16 values[16] = {VALUES};
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     nf4_tiles(const u8* x, const u8* codes, const float* absmax, const u16* bias, float* out, u16* rounded, int rows,
@@ -94,9 +66,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         end_group_of_copies();
     };
     for (int block = 0; block < STAGES - 1; block++) load(block);
-    for (int entry = warp; entry < 256; entry += NUM_THREADS / 32)
-        *(u32*)(shared + entry * ENTRY_STRIDE + lane * 4) = values[entry >> 4] | (u32)values[entry & 15] << 16;
-    if (shared_address(shared) != 1024) __trap();  // see weights_of
+    write_table(shared, NUM_THREADS / 32);
     wait_for_kernel_before();
     let_next_kernel_start();
 

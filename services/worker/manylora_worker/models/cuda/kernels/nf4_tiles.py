@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from manylora_worker.models.cuda.kernels.cuda_module import CudaKernel, CudaUnavailable, with_instructions
+from manylora_worker.models.cuda.kernels.cuda_module import CudaKernel, with_instructions
 
-TILES_MAJOR = 9  # of the compute capability: GPUs after Hopper have no such products
 IN_FEATURES_MULTIPLE = 256  # scales are copied in units of 16 bytes: four blocks of 64
 _BLOCK = 128  # inputs that a program takes at once
 _SHARED_BYTES = 227 * 1024  # of one block of threads, on Hopper
@@ -38,8 +37,8 @@ class Variant:
         return _TABLE_BYTES + 32 * (self.columns * 16 + 16) + self.stages * 128 * self.warpgroups * 36
 
 
-# Ascending by columns. Sums of 128 rows leave four warpgroups too few registers; with three a layer's first product of
-# its MLP, as an 8B has it, would be in parts, which LoRA's kernel of so many rows does not read. Measured on an H200.
+# Ascending by columns. Sums of 128 rows leave four warpgroups too few registers. With three, an 8B's gates and ups
+# would come in parts, which lora_tiles.cu does not read.
 VARIANTS = (Variant(32, 4, 4), Variant(64, 4, 4), Variant(128, 2, 4))
 MOST_ROWS = VARIANTS[-1].columns
 
@@ -69,19 +68,16 @@ def plan(variant: Variant, rows: int, out_features: int, num_blocks: int, proces
 
 class Nf4Tiles:
     def __init__(self, values: Sequence[int], device: torch.device) -> None:
-        """values: the 16 values as bf16 bits. Raises CudaUnavailable."""
-        properties = torch.cuda.get_device_properties(device)
-        if properties.major != TILES_MAJOR or properties.shared_memory_per_block_optin < _SHARED_BYTES:
-            raise CudaUnavailable(f"{properties.name} is not of Hopper's kind")
-        self._processors = properties.multi_processor_count
+        """values: the 16 values as bf16 bits. device: a Hopper GPU. Raises CudaUnavailable."""
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._kernels = {
             variant: CudaKernel(source(variant, values), "nf4_tiles", device, shared_bytes=_SHARED_BYTES)
             for variant in VARIANTS
         }
 
     @staticmethod
-    def takes(rows: int, in_features: int, out_features: int) -> bool:
-        return 1 <= rows <= MOST_ROWS and in_features % IN_FEATURES_MULTIPLE == 0 and out_features >= 1
+    def takes(rows: int, in_features: int) -> bool:
+        return 1 <= rows <= MOST_ROWS and in_features % IN_FEATURES_MULTIPLE == 0
 
     def product(
         self, x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, *, unrounded: bool, pdl: bool
@@ -93,7 +89,7 @@ class Nf4Tiles:
         out_features = len(absmax)
         assert x.dtype == torch.bfloat16
         assert x.is_contiguous()
-        assert self.takes(rows, in_features, out_features)
+        assert self.takes(rows, in_features)
         num_blocks = in_features // _BLOCK
         variant = next(variant for variant in VARIANTS if rows <= variant.columns)
         how = plan(variant, rows, out_features, num_blocks, self._processors)
@@ -115,4 +111,4 @@ def source(variant: Variant, values: Sequence[int]) -> str:
         "STAGES": variant.stages,
         "VALUES": ",".join(f"{value:#06x}" for value in values),
     }
-    return with_instructions(Path(__file__).with_name("nf4_tiles.cu"), defined)
+    return with_instructions(Path(__file__).with_name("nf4_tiles.cu"), defined, "nf4_table.cuh")
