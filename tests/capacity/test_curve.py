@@ -114,7 +114,7 @@ MEASURED = [
     ("H100", SHAPE.name, "fp8", "engine-fp8.jsonl"),
     *(("H200", SHAPE.name, kind, f"engine-{kind}.jsonl") for kind in ("int4", "nf4")),
     ("H100", "30b-a3b", "fp8", "engine-mixture.jsonl"),
-    *(("H200", "30b-a3b", kind, "engine-mixture.jsonl") for kind in ("fp8", "nf4")),
+    *(("H200", "30b-a3b", kind, "engine-mixture.jsonl") for kind in ("fp8", "int4", "nf4")),
 ]
 
 
@@ -155,16 +155,15 @@ def test_quantized_steps_of_another_pair_are_estimated_from_them() -> None:
 
 @pytest.mark.parametrize("kind", ["fp8", "int4", "nf4"])
 def test_experts_in_codes_unpack_as_those_of_the_measured_mixture(kind: str) -> None:
-    """By those that rows reach; int4's by NF4's kernel. What prompts alone reach is read and unpacked, too."""
-    gpu, as_kind = ("H100", "fp8") if kind == "fp8" else ("H200", "nf4")
+    """By those that rows reach. What prompts alone reach is read and unpacked, too."""
+    gpu = "H100" if kind == "fp8" else "H200"
     of = PACKAGED[gpu, "30b-a3b"]
-    like = with_quantization(of, shape_of(CONFIGS[of.shape.name], of.shape.name, as_kind), packaged_curves())
+    like = with_quantization(of, shape_of(CONFIGS[of.shape.name], of.shape.name, kind), packaged_curves())
     plain = find_curve(packaged_curves(), GPUS[gpu], SHAPES["80b-a3b"])
     own = shape_of(CONFIGS["80b-a3b"], "80b-a3b", kind)
     curve = with_quantization(plain, own, packaged_curves())
     assert (curve.is_measured, curve.shape.experts) == (False, 512)
-    how = f"of weights in {kind} estimated from 30b-a3b on {gpu}" + (" in nf4" if kind == "int4" else "")
-    assert curve.origin.endswith(how)
+    assert curve.origin.endswith(f"of weights in {kind} estimated from 30b-a3b on {gpu}")
 
     def unpacked(quantized: Curve, bf16: Curve, rows: int) -> float:
         saved = floor_ms(GPUS[gpu], bf16.shape, rows, 256) - floor_ms(GPUS[gpu], quantized.shape, rows, 256)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,6 +61,27 @@ def in_fp8(family: Family) -> Family:
     loaded = with_fp8_kv(family.loaded)
     reference = reference_of(family.folder, family.adapters, loaded.spec.kv.scales)
     return replace(family, loaded=loaded, reference=reference)
+
+
+_IN_ITS_OWN = "MANYLORA_TEST_IN_ITS_OWN_PROCESS"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is marked `own_process` by a pytest of its own."""
+    if pyfuncitem.get_closest_marker("own_process") is None or _IN_ITS_OWN in os.environ:
+        return None
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "", pyfuncitem.nodeid],
+        cwd=pyfuncitem.config.rootpath,
+        env={**os.environ, _IN_ITS_OWN: "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if run.returncode or " 1 passed" not in run.stdout:
+        pytest.fail(run.stdout, pytrace=False)
+    return True
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -34,6 +34,7 @@ from tests.numerics.two_ranks import (
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.own_process,  # which can share a model by GPUs once
 ]
 
 

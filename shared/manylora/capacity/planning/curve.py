@@ -203,10 +203,10 @@ def with_quantization(curve: Curve, shape: Shape, curves: Sequence[Curve]) -> Cu
         raise CannotPlan(
             f"--quantization {kind}: not planned for on {gpu.name}, where it is refused or was not measured"
         )
-    source, of_kind = _unpacked_as(curve, kind, curves)
-    is_own = (source.gpu.name, source.shape, of_kind) == (gpu.name, curve.shape, kind)
+    source = _unpacked_as(curve, kind, curves)
+    is_own = (source.gpu.name, source.shape) == (gpu.name, curve.shape)
     tflops = source.gpu.matrix_tflops / gpu.matrix_tflops
-    more = source.quantized[of_kind]
+    more = source.quantized[kind]
 
     def unpacked_ms(rows: int) -> float:
         if source.shape.experts:
@@ -235,18 +235,17 @@ def with_quantization(curve: Curve, shape: Shape, curves: Sequence[Curve]) -> Cu
         adapter_prompt_token_ms=curve.adapter_prompt_token_ms + token_ms,
         unpack_ms=unpack_ms,
         is_measured=curve.is_measured and is_own,
-        origin=f"{curve.origin}; of weights in {kind} {how}" + (f" in {of_kind}" if of_kind != kind else ""),
+        origin=f"{curve.origin}; of weights in {kind} {how}",
     )
 
 
-def _unpacked_as(curve: Curve, kind: str, curves: Sequence[Curve]) -> tuple[Curve, str]:
-    """The measured pair whose weights in codes are nearest, and their format: for experts in int4, NF4."""
+def _unpacked_as(curve: Curve, kind: str, curves: Sequence[Curve]) -> Curve:
+    """The measured pair whose weights in codes are nearest."""
     gpu, shape = curve.gpu.name, curve.shape
-    for of_kind in (kind, "nf4") if kind == "int4" and shape.experts else (kind,):
-        measured = [c for c in curves if of_kind in c.quantized and (c.shape.experts > 0) == (shape.experts > 0)]
-        if measured:
-            return max(measured, key=lambda c: ((c.gpu.name, c.shape) == (gpu, shape), c.gpu.name == gpu)), of_kind
-    raise CannotPlan(f"--quantization {kind}: was not measured")
+    measured = [c for c in curves if kind in c.quantized and (c.shape.experts > 0) == (shape.experts > 0)]
+    if not measured:
+        raise CannotPlan(f"--quantization {kind}: was not measured")
+    return max(measured, key=lambda c: ((c.gpu.name, c.shape) == (gpu, shape), c.gpu.name == gpu))
 
 
 def with_fp8_kv(curve: Curve) -> Curve:

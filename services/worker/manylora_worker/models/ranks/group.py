@@ -20,12 +20,19 @@ _LOG = logging.getLogger(__name__)
 class RankGroup:
     """Args:
     store: a file that all ranks see, and that is not there yet. Returns when all have come.
-    is_symmetric: whether GPUs sum by kernels that read one another's memory, where they can, in place of NCCL.
+    is_symmetric: whether GPUs sum by kernels that read one another's memory, where they can, in place of NCCL. A
+        process can do so in one group: another raises RuntimeError.
     """
+
+    _is_first_symmetric = True  # of this process
 
     def __init__(self, rank: int, size: int, device: torch.device, store: Path, *, is_symmetric: bool = True) -> None:
         self._is_symmetric = is_symmetric and device.type == "cuda" and _reach_one_another(device, rank, size)
-        if self._is_symmetric:  # NVLink's multicast, which two-shot sums do not use, is not to be had on every host
+        if self._is_symmetric:
+            if not RankGroup._is_first_symmetric:  # torch counts a process's meetings, and new ones begin at none
+                raise RuntimeError("this process has met others over symmetric memory: new ones would wait for ever")
+            RankGroup._is_first_symmetric = False
+            # NVLink's multicast, which two-shot sums do not use, is not to be had on every host
             set_default("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self._symmetric: set[int] = set()
         self.rank = rank
