@@ -100,7 +100,7 @@ def test_a_model_is_scaled_from_one_of_its_kind() -> None:
         return find_curve(packaged_curves(), GPUS[gpu], shape_of(CONFIGS[shape] | other, "mine")).origin
 
     assert origin("H200", "80b-a3b").endswith("from 30b-a3b on H200")
-    assert origin("H200", "qwen3.5-9b", intermediate_size=4096).endswith("from qwen3.5-9b on H100")
+    assert origin("H200", "qwen3.5-9b", intermediate_size=4096).endswith("from qwen3.5-9b on H200")
     assert origin("L40S", "qwen3-8b").endswith("from llama-3.1-8b on H200")
     assert origin("H100", "80b-a3b").endswith("from 30b-a3b on H100")
     curve = PACKAGED["H100", "30b-a3b"]

@@ -38,7 +38,7 @@ def off_by(line: made.Line) -> float:
     """How far a plan of two GPUs may be off, of what was measured."""
     if line["shape"] == REFERENCE and line["quantization"] == "none":
         return 0.05 if line["adapters"] else 0.001
-    return {REFERENCE: 0.13, "llama-70b": 0.08, "30b-a3b": 0.1}.get(line["shape"], 0.15)
+    return {REFERENCE: 0.13, "llama-70b": 0.08, "30b-a3b": 0.1, "qwen3.5-9b": 0.12}[line["shape"]]
 
 
 def test_workers_sum_as_the_plan_takes_them_to() -> None:
@@ -64,6 +64,20 @@ def test_two_gpus_are_what_was_measured_and_other_models_near_it() -> None:
         curve = shared(gpu, line["shape"], sum_by=line["all_reduce"], kind=line["quantization"])
         assert predicted(curve, line) == pytest.approx(line["ms_per_step"], rel=off_by(line)), line
         assert not curve.is_measured
+
+
+def test_prompts_of_two_gpus_are_near_what_was_measured() -> None:
+    found = [
+        (gpu, line)
+        for gpu, machine in made.MACHINES.items()
+        for line in made.lines(machine, "engine-two-gpus.jsonl")
+        if line["case"].startswith("prefill") and line["context"] == 512
+    ]
+    assert found
+    for gpu, line in found:
+        curve = shared(gpu, line["shape"])
+        a_token = curve.adapter_prompt_token_ms if line["adapters"] else curve.prompt_token_ms
+        assert a_token == pytest.approx(1e3 / line["tokens_per_s"], rel=0.04), line
 
 
 def test_sums_take_longer_with_more_bytes() -> None:

@@ -13,6 +13,8 @@ from manylora_worker.models.quantized.stacks import nf4_stack, put_stack
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
+from manylora_worker.models.cuda import decoder, expert_mlp
+from manylora_worker.models.cuda.kernels.experts_lora_tiles import shrink_tiles
 from manylora_worker.models.cuda.pass_sizes import buffer_bytes
 from manylora_worker.models.decoder.read import read_decoder
 
@@ -67,6 +69,25 @@ def test_experts_in_nf4_on_the_device(
 
     monkeypatch.setattr(loader, "load_model", in_nf4)
     check_device(mixture, device, "none", monkeypatch)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_adapters_by_tile_on_the_device(
+    family: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few rows: as long prompts have them."""
+    taken = []
+
+    def shrink(*arguments: object, **more: object) -> None:
+        taken.append(arguments)
+        shrink_tiles(*arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(expert_mlp, "shrink_tiles", shrink)
+    monkeypatch.setattr(expert_mlp, "tile_pairs", lambda *_: 64)
+    monkeypatch.setattr(decoder, "_ROWS_A_TILE", 1)
+    check_device(make_mixture(tmp_path, family), device, "none", monkeypatch)
+    assert taken
 
 
 def check_device(mixture: Mixture, device: str, quantization: Quantization, monkeypatch: pytest.MonkeyPatch) -> None:

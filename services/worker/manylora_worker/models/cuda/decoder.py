@@ -48,6 +48,7 @@ from manylora_worker.models.decoder.weights import (
 from manylora_worker.models.ranks.cuts import SharedHead
 
 MAX_SPLITS = 32
+_ROWS_A_TILE = 4  # of LoRA, in the mean: from there on experts' adapters take turns in a tile, too
 
 
 @dataclass(frozen=True)
@@ -310,6 +311,7 @@ class Decoder:
             delta,
             num_rows=step.num_rows,
             row_adapters=None if step.lora is None else step.lora.row_adapters,
+            by_tile=step.lora is not None and 0 < _ROWS_A_TILE * step.lora.num_tiles <= step.rows,
             beside=self._beside,
             end_beside=self._end_beside,
         )

@@ -18,6 +18,7 @@ from manylora_worker.models.cuda.kernels.experts_lora import (
     low_rank_splits,
     shrink,
 )
+from manylora_worker.models.cuda.kernels.experts_lora_tiles import shrink_tiles
 from manylora_worker.models.cuda.kernels.experts_product import grouped_product, tile_pairs
 from manylora_worker.models.cuda.kernels.experts_route import TILE_FIELDS, Groups, group, most_tiles, route
 from manylora_worker.models.cuda.kernels.lora import CHUNK_RANKS, LoraRows
@@ -87,6 +88,7 @@ class ExpertMlp:
         *,
         num_rows: Tensor,
         row_adapters: Tensor | None,
+        by_tile: bool,
         beside: Callable[[], AbstractContextManager[None]],
         end_beside: Callable[[], None],
     ) -> None:
@@ -95,6 +97,7 @@ class ExpertMlp:
             routed: [parts, rows, experts], the router's product.
             out: [rows, hidden], written.
             row_adapters: int32 [rows]; None: no row has one.
+            by_tile: whether many rows in turn have the same one.
             beside, end_beside: for work that the next product does not wait for, and its end.
         """
         count, hidden, width = mlp.experts.down.shape
@@ -115,12 +118,16 @@ class ExpertMlp:
         outputs = self._both[: pairs * hidden].view(pairs, hidden)
         gate_up_weight, down_weight = mlp.experts.gate_up, mlp.experts.down
         gate_up_bias, down_bias = mlp.experts.biases or (None, None)
-        if row_adapters is None:
+        if row_adapters is None or (by_tile and groups.is_wide):
+            lora = self._shrunk(mlp, 0, row_adapters, chosen, x, groups, top_k)
             grouped_product(
                 x, gate_up_weight, gated, groups, bias=gate_up_bias, pairs_a_row=top_k, gates=mlp.activation, halves=2,
-                pdl=self._pdl,
+                lora=lora, pdl=self._pdl,
             )  # fmt: skip
-            grouped_product(gated, down_weight, outputs, groups, bias=down_bias, pairs_a_row=1, pdl=self._pdl)
+            lora = self._shrunk(mlp, 1, row_adapters, chosen, gated, groups, 1)
+            grouped_product(
+                gated, down_weight, outputs, groups, bias=down_bias, pairs_a_row=1, lora=lora, pdl=self._pdl
+            )
         else:
             rows = self._rows(mlp, 0, row_adapters, chosen, hidden)
             with beside():
@@ -137,6 +144,16 @@ class ExpertMlp:
             end_beside()
             expand(outputs, rows, pdl=self._pdl)
         join(outputs, shares, out, num_rows=num_rows, top_k=top_k, pdl=self._pdl)
+
+    def _shrunk(
+        self, mlp: MixtureMlp, which: int, row_adapters: Tensor | None, chosen: Tensor, x: Tensor, groups: Groups,
+        pairs_a_row: int,
+    ) -> ExpertRows | None:  # fmt: skip
+        if row_adapters is None:
+            return None
+        rows = self._rows(mlp, which, row_adapters, chosen, x.shape[1])
+        shrink_tiles(x, rows, groups, pairs_a_row=pairs_a_row, pdl=self._pdl)
+        return rows
 
     def _rows(self, mlp: MixtureMlp, which: int, row_adapters: Tensor, chosen: Tensor, in_features: int) -> ExpertRows:
         site = mlp.experts.sites[which]

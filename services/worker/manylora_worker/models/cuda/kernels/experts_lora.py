@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manylora_worker.models.cuda.kernels.experts_product import activate_times
+from manylora_worker.models.cuda.kernels.gate import activated_times
 from manylora_worker.models.decoder.weights import ExpertActivation
 
 _K_OF_SPLIT = 1024
@@ -46,7 +46,7 @@ def low_rank_splits(in_features: int, pairs: int) -> int:
 
 
 @triton.jit
-def _group_at(entry, field, per_group, expert, size):
+def group_at(entry, field, per_group, expert, size):
     return tl.load(entry + field + expert // per_group) + (expert % per_group).to(tl.int64) * size
 
 
@@ -70,7 +70,7 @@ def _shrink_kernel(
     if rank == 0 or not is_there:
         return
     per_group = tl.load(entry + 1).to(tl.int32)
-    at = _group_at(entry, 3, per_group, expert, rank * (SLOTS * K))
+    at = group_at(entry, 3, per_group, expert, rank * (SLOTS * K))
     a_ptr = weights_ptr + tl.multiple_of(at + slot * rank * K, 8)
     x_row = x_ptr + (pair // PAIRS_A_ROW).to(tl.int64) * stride_x
     within = tl.arange(0, 16)
@@ -140,13 +140,13 @@ def _gate_kernel(
     rank = tl.load(entry).to(tl.int32)
     if rank > 0:
         per_group = tl.load(entry + 2).to(tl.int32)
-        place = _group_at(entry, 3 + A_GROUPS, per_group, expert, rank * (2 * N))
+        place = group_at(entry, 3 + A_GROUPS, per_group, expert, rank * (2 * N))
         b_ptr = weights_ptr + tl.multiple_of(place, 8)
         s = low_rank_ptr + pair.to(tl.int64) * stride_pair
         for chunk in range(0, tl.cdiv(rank, 16)):
             gate = _add_low_rank(gate, s, stride_split, b_ptr, chunk, rank, columns, mask, N, SPLITS)
             up = _add_low_rank(up, s + MAX_RANK, stride_split, b_ptr + rank * N, chunk, rank, columns, mask, N, SPLITS)
-    tl.store(out_ptr + pair.to(tl.int64) * N + columns, activate_times(gate, up, ACTIVATION), mask=mask)
+    tl.store(out_ptr + pair.to(tl.int64) * N + columns, activated_times(gate, up, ACTIVATION), mask=mask)
 
 
 def gate(gate_up: Tensor, out: Tensor, rows: ExpertRows, *, activation: ExpertActivation, pdl: bool) -> None:
@@ -179,7 +179,7 @@ def _expand_kernel(
     if rank == 0 or not is_there:
         return
     per_group = tl.load(entry + 2).to(tl.int32)
-    place = _group_at(entry, 3 + A_GROUPS, per_group, expert, rank * N)
+    place = group_at(entry, 3 + A_GROUPS, per_group, expert, rank * N)
     b_ptr = weights_ptr + tl.multiple_of(place, 8)
     s = low_rank_ptr + pair.to(tl.int64) * stride_pair
     at = out_ptr + pair.to(tl.int64) * stride_out + columns

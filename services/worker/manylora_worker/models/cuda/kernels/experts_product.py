@@ -9,7 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manylora_worker.models.cuda.kernels.experts_route import Groups, most_tiles
+from manylora_worker.models.cuda.kernels.experts_lora import ExpertRows
+from manylora_worker.models.cuda.kernels.experts_lora_tiles import add_by_tile, tile_arguments
+from manylora_worker.models.cuda.kernels.experts_route import Groups, load_tile, most_tiles
+from manylora_worker.models.cuda.kernels.gate import activated_times
 from manylora_worker.models.cuda.kernels.nf4 import int32_tensor
 from manylora_worker.models.cuda.kernels.nf4_format import CODEBOOK
 from manylora_worker.models.cuda.kernels.nf4_lookup import (
@@ -20,54 +23,21 @@ from manylora_worker.models.cuda.kernels.nf4_lookup import (
     register_words,
 )
 from manylora_worker.models.decoder.weights import ExpertActivation
-from manylora_worker.models.layers.mixture import CLAMP_ALPHA, CLAMP_LIMIT
 from manylora_worker.models.quantized.int4 import MIDDLE
 from manylora_worker.models.quantized.stacks import QuantizedStack
 
 _BLOCK_K = 128
 _NF4_ASM = tl.constexpr(bytes_asm(PAIR_BITS))
 _OF_MIDDLE = tl.constexpr(128.0 + MIDDLE)  # of integers_from_128
-_ALPHA, _LIMIT = tl.constexpr(CLAMP_ALPHA), tl.constexpr(CLAMP_LIMIT)
 _FEW_PAIRS = 256  # up to so many, programs with fewer columns: there are more of them
 
 
 @triton.jit
-def activate(gate, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "gelu":
-        activated = 0.5 * gate * (1.0 + tl.erf(0.7071067811865476 * gate))
-    elif ACTIVATION == "gelu_tanh":
-        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        activated = 0.5 * gate * (2.0 - 2.0 / (tl.exp(2.0 * z) + 1.0))
-    else:
-        activated = gate / (1.0 + tl.exp(-gate))
-    return activated
-
-
-@triton.jit
-def activate_times(gate, up, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "clamped_swiglu":
-        gate = tl.where(gate > _LIMIT, _LIMIT, gate)  # what is no number stays so
-        up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
-        gated = (up + 1.0) * gate / (1.0 + tl.exp(gate * -_ALPHA))
-    else:
-        gated = activate(gate, ACTIVATION) * up
-    return gated
-
-
-@triton.jit
-def _load_tile(tile_ptr, order_ptr, BLOCK_M: tl.constexpr):
-    """Its expert, and its pairs with the mask of those that are there, [BLOCK_M]."""
-    first = tl.load(tile_ptr)
-    offsets = tl.arange(0, BLOCK_M)
-    mask = offsets < tl.load(tile_ptr + 1)
-    pairs = tl.load(order_ptr + first + offsets, mask=mask, other=0)
-    return tl.load(tile_ptr + 2).to(tl.int64), pairs, mask
-
-
-@triton.jit
 def _product_kernel(
-    x_ptr, w_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, count_ptr, stride_out, N: tl.constexpr, K: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, count_ptr, weights_ptr, table_ptr, row_adapters_ptr,
+    low_rank_ptr, stride_out, stride_entry, stride_split, stride_pair, N: tl.constexpr, K: tl.constexpr,
     PAIRS_A_ROW: tl.constexpr, HALVES: tl.constexpr, BIAS: tl.constexpr, GATES: tl.constexpr, ACTIVATION: tl.constexpr,
+    HAS_LORA: tl.constexpr, TOP_K: tl.constexpr, MAX_RANK: tl.constexpr, A_GROUPS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """N columns of the one or two halves of an expert's weight, [HALVES * N, K]."""
@@ -79,7 +49,7 @@ def _product_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if tile >= tl.load(count_ptr):
         return
-    expert, pairs, mask = _load_tile(tiles_ptr + tile * 4, order_ptr, BLOCK_M)
+    expert, pairs, mask = load_tile(tiles_ptr + tile * 4, order_ptr, BLOCK_M)
     x_rows = x_ptr + (pairs // PAIRS_A_ROW).to(tl.int64)[None, :] * K
     w_rows = w_ptr + (expert * (HALVES * N) + columns.to(tl.int64))[:, None] * K
     # The weight's rows stand on the matrix unit's long side: an expert's rows of x are few.
@@ -100,10 +70,21 @@ def _product_kernel(
         acc += tl.load(bias, mask=column_mask, other=0.0).to(tl.float32)[:, None]
         if HALVES == 2:
             second += tl.load(bias + N, mask=column_mask, other=0.0).to(tl.float32)[:, None]
+    if HAS_LORA:
+        adapters = tl.load(row_adapters_ptr + pairs // TOP_K, mask=mask, other=0)
+        acc = add_by_tile(
+            acc, adapters, pairs, expert, columns, column_mask, 0, weights_ptr, table_ptr, low_rank_ptr, stride_entry,
+            stride_split, stride_pair, N, HALVES, MAX_RANK, A_GROUPS, SPLITS, True,
+        )  # fmt: skip
+        if HALVES == 2:
+            second = add_by_tile(
+                second, adapters, pairs, expert, columns, column_mask, 1, weights_ptr, table_ptr, low_rank_ptr,
+                stride_entry, stride_split, stride_pair, N, HALVES, MAX_RANK, A_GROUPS, SPLITS, True,
+            )  # fmt: skip
     at = out_ptr + pairs.to(tl.int64)[None, :] * stride_out + columns[:, None]
     out_mask = mask[None, :] & column_mask[:, None]
     if GATES:
-        acc = activate_times(acc, second, ACTIVATION)
+        acc = activated_times(acc, second, ACTIVATION)
     tl.store(at, acc, mask=out_mask)
     if HALVES == 2 and not GATES:
         tl.store(at + N, second, mask=out_mask)
@@ -180,10 +161,12 @@ def _load_pairs(x_rows, k, mask, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _codes_kernel(
-    x_ptr, w_ptr, scales_ptr, shifts_ptr, table_ptr, lookup_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, count_ptr,
-    stride_out, N: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    x_ptr, w_ptr, scales_ptr, shifts_ptr, codebook_ptr, lookup_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, count_ptr,
+    weights_ptr, table_ptr, row_adapters_ptr, low_rank_ptr, stride_out, stride_entry, stride_split, stride_pair,
+    N: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
     FOUR_BITS: tl.constexpr, NF4: tl.constexpr, SHIFTED: tl.constexpr, PAIRS_A_ROW: tl.constexpr, HALVES: tl.constexpr,
-    BIAS: tl.constexpr, GATES: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BIAS: tl.constexpr, GATES: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LORA: tl.constexpr, TOP_K: tl.constexpr,
+    MAX_RANK: tl.constexpr, A_GROUPS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As _product_kernel, of a weight in codes: they become x's type in registers, e4m3 exactly."""
@@ -199,7 +182,7 @@ def _codes_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if tile >= tl.load(count_ptr):
         return
-    expert, pairs, mask = _load_tile(tiles_ptr + tile * 4, order_ptr, BLOCK_M)
+    expert, pairs, mask = load_tile(tiles_ptr + tile * 4, order_ptr, BLOCK_M)
     x_rows = x_ptr + (pairs // PAIRS_A_ROW).to(tl.int64)[:, None] * K
     w_rows = expert * (HALVES * N) + columns.to(tl.int64)
     lookup = (0, 0, 0, 0)
@@ -217,13 +200,13 @@ def _codes_kernel(
             groups = w_rows[None, :] * GROUPS + group[:, None]
             scale_mask = (group < GROUPS)[:, None] & column_mask[None, :]
             acc = _add_nibbles(
-                acc, even, odd, w_at, scales_ptr + groups, shifts_ptr + groups, table_ptr, lookup, w_mask, scale_mask,
-                NF4, SHIFTED,
+                acc, even, odd, w_at, scales_ptr + groups, shifts_ptr + groups, codebook_ptr, lookup, w_mask,
+                scale_mask, NF4, SHIFTED,
             )  # fmt: skip
             if HALVES == 2:
                 second = _add_nibbles(
                     second, even, odd, w_at + N * (K // 2), scales_ptr + groups + N * GROUPS,
-                    shifts_ptr + groups + N * GROUPS, table_ptr, lookup, w_mask, scale_mask, NF4, SHIFTED,
+                    shifts_ptr + groups + N * GROUPS, codebook_ptr, lookup, w_mask, scale_mask, NF4, SHIFTED,
                 )  # fmt: skip
         else:
             ks = k + tl.arange(0, BLOCK_K)
@@ -244,10 +227,21 @@ def _codes_kernel(
         acc += tl.load(bias_ptr + w_rows, mask=column_mask, other=0.0).to(tl.float32)[None, :]
         if HALVES == 2:
             second += tl.load(bias_ptr + w_rows + N, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    if HAS_LORA:
+        adapters = tl.load(row_adapters_ptr + pairs // TOP_K, mask=mask, other=0)
+        acc = add_by_tile(
+            acc, adapters, pairs, expert, columns, column_mask, 0, weights_ptr, table_ptr, low_rank_ptr, stride_entry,
+            stride_split, stride_pair, N, HALVES, MAX_RANK, A_GROUPS, SPLITS, False,
+        )  # fmt: skip
+        if HALVES == 2:
+            second = add_by_tile(
+                second, adapters, pairs, expert, columns, column_mask, 1, weights_ptr, table_ptr, low_rank_ptr,
+                stride_entry, stride_split, stride_pair, N, HALVES, MAX_RANK, A_GROUPS, SPLITS, False,
+            )  # fmt: skip
     at = out_ptr + pairs.to(tl.int64)[:, None] * stride_out + columns[None, :]
     out_mask = mask[:, None] & column_mask[None, :]
     if GATES:
-        acc = activate_times(acc, second, ACTIVATION)
+        acc = activated_times(acc, second, ACTIVATION)
     tl.store(at, acc, mask=out_mask)
     if HALVES == 2 and not GATES:
         tl.store(at + N, second, mask=out_mask)
@@ -275,6 +269,7 @@ def grouped_product(
     bias: Tensor | None = None,
     gates: ExpertActivation | None = None,
     halves: int = 1,
+    lora: ExpertRows | None = None,
     pdl: bool,
 ) -> None:
     """out[pair] = x[pair // pairs_a_row] @ weight[its expert]^T + bias[its expert].
@@ -284,10 +279,11 @@ def grouped_product(
         bias: [experts, halves * columns].
         gates: with two halves: out [pairs, columns] is activation(first) * second, of which clamped_swiglu is
             both; None: out has both halves.
+        lora: of the product, shrunk; None: there is none, or it is added later.
     """
     num_experts, rows, k = weight.shape
     n, pairs = rows // halves, out.shape[0]
-    is_wide = groups.block_m > 32  # many rows an expert: the product itself is the work
+    is_wide = groups.is_wide
     in_bytes = isinstance(weight, QuantizedStack) and weight.is_fp8
     block_n, block_k, stages, warps = (128 // halves, 64, 3, 8) if is_wide else (64, _BLOCK_K, 5 if in_bytes else 3, 4)
     if halves == 2 and pairs <= _FEW_PAIRS:
@@ -301,7 +297,8 @@ def grouped_product(
         tables = _tables(x.device) if weight.is_nf4 else (None, None)
         codes = (weight.codes, weight.scales, weight.scales if weight.shifts is None else weight.shifts)
         _codes_kernel[grid](
-            x, *codes, *tables, bias, out, groups.order, groups.tiles, groups.count, out.stride(0), N=n, K=k,
+            x, *codes, *tables, bias, out, groups.order, groups.tiles, groups.count,
+            **tile_arguments(lora, groups.count), stride_out=out.stride(0), N=n, K=k,
             GROUPS=num_groups, GROUP_SIZE=size, FOUR_BITS=not weight.is_fp8, NF4=weight.is_nf4,
             SHIFTED=weight.shifts is not None, PAIRS_A_ROW=pairs_a_row, HALVES=halves, BIAS=bias is not None,
             GATES=gates is not None, ACTIVATION=gates or "silu", BLOCK_M=groups.block_m, BLOCK_N=block_n,
@@ -309,7 +306,8 @@ def grouped_product(
         )  # fmt: skip
         return
     _product_kernel[grid](
-        x, weight, bias, out, groups.order, groups.tiles, groups.count, out.stride(0), N=n, K=k,
+        x, weight, bias, out, groups.order, groups.tiles, groups.count, **tile_arguments(lora, groups.count),
+        stride_out=out.stride(0), N=n, K=k,
         PAIRS_A_ROW=pairs_a_row, HALVES=halves, BIAS=bias is not None, GATES=gates is not None,
         ACTIVATION=gates or "silu", BLOCK_M=groups.block_m, BLOCK_N=block_n,
         BLOCK_K=block_k, STAGES=stages, PDL=pdl, num_warps=warps, launch_pdl=pdl,

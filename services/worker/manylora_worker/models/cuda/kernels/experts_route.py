@@ -33,6 +33,21 @@ class Groups:
     count: Tensor
     block_m: int  # pairs of a tile at most
 
+    @property
+    def is_wide(self) -> bool:
+        """Many pairs an expert: the product itself is the work, not to read the weights."""
+        return self.block_m > 32
+
+
+@triton.jit
+def load_tile(tile_ptr, order_ptr, BLOCK_M: tl.constexpr):
+    """Its expert, and its pairs with the mask of those that are there, [BLOCK_M]."""
+    first = tl.load(tile_ptr)
+    offsets = tl.arange(0, BLOCK_M)
+    mask = offsets < tl.load(tile_ptr + 1)
+    pairs = tl.load(order_ptr + first + offsets, mask=mask, other=0)
+    return tl.load(tile_ptr + 2).to(tl.int64), pairs, mask
+
 
 @triton.jit
 def _route_kernel(

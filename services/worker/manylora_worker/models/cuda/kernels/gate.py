@@ -16,6 +16,9 @@ from manylora_worker.models.cuda.kernels.lora import (
     program_rows,
 )
 from manylora_worker.models.decoder.weights import Activation
+from manylora_worker.models.layers.mixture import CLAMP_ALPHA, CLAMP_LIMIT
+
+_ALPHA, _LIMIT = tl.constexpr(CLAMP_ALPHA), tl.constexpr(CLAMP_LIMIT)
 
 
 @triton.jit
@@ -28,6 +31,16 @@ def activated(gate, ACTIVATION: tl.constexpr):
         return 0.5 * gate * (2.0 - 2.0 / (tl.exp(2.0 * tl.minimum(z, 40.0)) + 1.0))
     else:
         return gate / (1.0 + tl.exp(-gate))
+
+
+@triton.jit
+def activated_times(gate, up, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "clamped_swiglu":
+        gate = tl.where(gate > _LIMIT, _LIMIT, gate)  # what is no number stays so
+        up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
+        return (up + 1.0) * gate / (1.0 + tl.exp(gate * -_ALPHA))
+    else:
+        return activated(gate, ACTIVATION) * up
 
 
 @triton.jit
