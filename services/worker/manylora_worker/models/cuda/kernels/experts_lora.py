@@ -201,10 +201,17 @@ def expand(out: Tensor, rows: ExpertRows, *, pdl: bool) -> None:
 
 def _arguments(rows: ExpertRows) -> dict[str, Any]:
     return {
+        **pair_arguments(rows), "experts_ptr": rows.experts, "E": rows.num_experts, "A_GROUPS": rows.a_groups,
+        "SPLITS": rows.low_rank.shape[0],
+    }  # fmt: skip
+
+
+def pair_arguments(rows: ExpertRows) -> dict[str, Any]:
+    """By which kernels find a pair's adapter, and its low-rank values."""
+    return {
         "weights_ptr": rows.weights, "table_ptr": rows.table, "row_adapters_ptr": rows.row_adapters,
-        "experts_ptr": rows.experts, "low_rank_ptr": rows.low_rank, "stride_entry": rows.table.stride(0),
-        "stride_split": rows.low_rank.stride(0), "stride_pair": rows.low_rank.stride(1), "E": rows.num_experts,
-        "TOP_K": rows.top_k, "A_GROUPS": rows.a_groups, "SPLITS": rows.low_rank.shape[0],
+        "low_rank_ptr": rows.low_rank, "stride_entry": rows.table.stride(0), "stride_split": rows.low_rank.stride(0),
+        "stride_pair": rows.low_rank.stride(1), "TOP_K": rows.top_k,
     }  # fmt: skip
 
 

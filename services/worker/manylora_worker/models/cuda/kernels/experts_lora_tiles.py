@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manylora_worker.models.cuda.kernels.experts_lora import ExpertRows, group_at
+from manylora_worker.models.cuda.kernels.experts_lora import ExpertRows, group_at, pair_arguments
 from manylora_worker.models.cuda.kernels.experts_route import Groups, load_tile
 
 _BLOCK_K = 128
@@ -81,14 +81,11 @@ def shrink_tiles(x: Tensor, rows: ExpertRows, groups: Groups, *, pairs_a_row: in
     """As experts_lora.shrink."""
     splits = rows.low_rank.shape[0]
     k = x.shape[1]
-    arguments = tile_arguments(rows, groups.count)
-    for name in ("HAS_LORA", "A_GROUPS", "SPLITS"):
-        del arguments[name]
     _shrink_kernel[(groups.tiles.shape[0], splits, _PROGRAMS)](
-        x, groups.order, groups.tiles, groups.count, **arguments, stride_x=x.stride(0), K=k,
+        x, groups.order, groups.tiles, groups.count, **pair_arguments(rows), stride_x=x.stride(0), K=k,
         K_OF_SPLIT=triton.cdiv(triton.cdiv(k, splits), 8) * 8, PAIRS_A_ROW=pairs_a_row, SLOTS=rows.slots,
-        PROGRAMS=_PROGRAMS, BLOCK_M=groups.block_m, BLOCK_K=min(_BLOCK_K, triton.next_power_of_2(max(k, 16))), PDL=pdl,
-        num_warps=4, launch_pdl=pdl,
+        MAX_RANK=rows.max_rank, PROGRAMS=_PROGRAMS, BLOCK_M=groups.block_m,
+        BLOCK_K=min(_BLOCK_K, triton.next_power_of_2(max(k, 16))), PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -102,13 +99,13 @@ def _load_low_rank(at, mask, stride_split, SPLITS: tl.constexpr):
 
 @triton.jit
 def add_by_tile(
-    acc, adapters, pairs, expert, columns, column_mask, slot: tl.constexpr, weights_ptr, table_ptr, low_rank_ptr,
+    acc, adapters, pairs, expert, columns, column_mask, SLOT: tl.constexpr, weights_ptr, table_ptr, low_rank_ptr,
     stride_entry, stride_split, stride_pair, N: tl.constexpr, SLOTS: tl.constexpr, MAX_RANK: tl.constexpr,
     A_GROUPS: tl.constexpr, SPLITS: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """acc [BLOCK_M, BLOCK_N] (TRANSPOSED: the other way round) + s B of each pair's own adapter, of one slot."""
     within = tl.arange(0, 16)
-    s_rows = low_rank_ptr + pairs.to(tl.int64) * stride_pair + slot * MAX_RANK
+    s_rows = low_rank_ptr + pairs.to(tl.int64) * stride_pair + SLOT * MAX_RANK
     adapter = _next_adapter(adapters, 0)
     while adapter < _NONE:
         entry = table_ptr + adapter.to(tl.int64) * stride_entry
@@ -117,7 +114,7 @@ def add_by_tile(
         if rank > 0:
             per_group = tl.load(entry + 2).to(tl.int32)
             place = group_at(entry, 3 + A_GROUPS, per_group, expert, rank * (SLOTS * N))
-            b_ptr = weights_ptr + tl.multiple_of(place, 8) + slot * rank * N
+            b_ptr = weights_ptr + tl.multiple_of(place, 8) + SLOT * rank * N
             for chunk in tl.range(0, tl.cdiv(rank, 16), num_stages=1):
                 ranks = chunk * 16 + within
                 is_rank = ranks < rank
@@ -148,8 +145,6 @@ def tile_arguments(rows: ExpertRows | None, unused: Tensor) -> dict[str, Any]:
             "A_GROUPS": 1, "SPLITS": 1,
         }  # fmt: skip
     return {
-        "weights_ptr": rows.weights, "table_ptr": rows.table, "row_adapters_ptr": rows.row_adapters,
-        "low_rank_ptr": rows.low_rank, "stride_entry": rows.table.stride(0), "stride_split": rows.low_rank.stride(0),
-        "stride_pair": rows.low_rank.stride(1), "HAS_LORA": True, "TOP_K": rows.top_k, "MAX_RANK": rows.max_rank,
-        "A_GROUPS": rows.a_groups, "SPLITS": rows.low_rank.shape[0],
+        **pair_arguments(rows), "HAS_LORA": True, "MAX_RANK": rows.max_rank, "A_GROUPS": rows.a_groups,
+        "SPLITS": rows.low_rank.shape[0],
     }  # fmt: skip
