@@ -46,10 +46,10 @@ from tests.properties.odd import Odd, allows
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 from manylora_worker.models.checkpoint import Quantization
-from manylora_worker.models.cuda import decoder
-from manylora_worker.models.cuda.pass_sizes import buffer_bytes
+from manylora_worker.models.cuda.forward import products
+from manylora_worker.models.cuda.forward.pass_sizes import buffer_bytes
 from manylora_worker.models.cuda.runner import DeviceLimits, DeviceModelRunner
-from manylora_worker.models.cuda.step_tables import StepTables
+from manylora_worker.models.cuda.steps.step_tables import StepTables
 from manylora_worker.models.decoder.read import read_decoder
 
 from tests.numerics.interpreter import DEVICES, needs_interpreter
@@ -131,14 +131,13 @@ def test_what_is_kept_for_steps_is_what_they_take(
     monkeypatch.setattr(loader, "can_pack", lambda *_: False)
     loaded, runner = make_device_runner(family_of(name), family_of(name).folder, "cpu")
     built = runner._decoder
-    owners = [each for each in (built, built._delta_pass, built._inputs) if each is not None]
+    owners = [built, built._products, built._mlp]
+    owners += [each for each in (built._delta_pass, built._inputs) if each is not None]
     held = [value for owner in owners for value in vars(owner).values()]
     if built._inputs is not None:
         held.append(built._inputs._projected)  # a step looks up as many as it projects
-    buffers = [v for v in held if isinstance(v, torch.Tensor) and v is not built._arena]
-    taken = sum(
-        v.nbytes for v in buffers if not any(v is each for each in (built._sites, built._ropes, built._counters))
-    )
+    ours = (built._ropes, built._products._sites, built._products._arena)
+    taken = sum(v.nbytes for v in held if isinstance(v, torch.Tensor) and not any(v is each for each in ours))
     weights = read_decoder(loaded)
     assert weights is not None
     chunks = runner._adapters.chunks
@@ -488,7 +487,7 @@ def test_cuda_tiles_in_the_decoder(shape: str, device: str, monkeypatch: pytest.
     if device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs Hopper")
     if device == "cpu":
-        monkeypatch.setattr(decoder.LoraTiles, "where_it_runs", lambda *_: ReferenceTiles())
+        monkeypatch.setattr(products.LoraTiles, "where_it_runs", lambda *_: ReferenceTiles())
         monkeypatch.setattr(loader, "can_pack", lambda *_: False)
     sizes: dict[str, Any] = dict(
         vocab_size=50, hidden_size=64, intermediate_size=136, num_hidden_layers=1, num_attention_heads=4,
@@ -527,13 +526,13 @@ def test_cuda_tiles_in_the_decoder(shape: str, device: str, monkeypatch: pytest.
     adapters = [random_adapter(loaded, rank, index) for index, rank in enumerate((8, 16, 40, 64))]
     found = []
     for fewest in (10_000, 1):
-        monkeypatch.setattr(decoder, "FEWEST_ROWS", fewest)
+        monkeypatch.setattr(products, "FEWEST_ROWS", fewest)
         weights = read_decoder(loaded)
         assert weights is not None
         cache = KvCache(loaded.spec.kv, num_blocks=300, block_size=128, dtype=loaded.dtype, device=loaded.device)
         limits = DeviceLimits(max_rows=512, max_sequences=64, adapter_slots=4, max_rank=64)
         runner = DeviceModelRunner(loaded, weights, cache, limits, num_kv_blocks=60)
-        assert runner._decoder._lora_tiles is not None
+        assert runner._decoder._products._lora_tiles is not None
         for adapter in adapters:
             runner.reserve_adapter(adapter)
             runner.fill_adapter(adapter)

@@ -221,7 +221,7 @@ def test_a_step_without_memory_ends_its_requests_alone(family_of: FamilyOf, tmp_
 
 def test_garbage_does_not_spoil_a_capture(family_of: FamilyOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs of an engine that is gone lie in a cycle, and whoever may run the collector does so during a capture."""
-    from manylora_worker.models.cuda.decoder import Decoder  # needs Triton, which is where a GPU is
+    from manylora_worker.models.cuda.forward.decoder import Decoder  # needs Triton, which is where a GPU is
 
     family = family_of("llama")
     expected, _ = draw(family, tmp_path, "cpu")

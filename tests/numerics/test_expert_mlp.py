@@ -13,9 +13,9 @@ from manylora_worker.models.quantized.stacks import nf4_stack, put_stack
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from manylora_worker.models.cuda import decoder, expert_mlp
+from manylora_worker.models.cuda.forward import expert_mlp, mlp
+from manylora_worker.models.cuda.forward.pass_sizes import buffer_bytes
 from manylora_worker.models.cuda.kernels.experts_lora_tiles import shrink_tiles
-from manylora_worker.models.cuda.pass_sizes import buffer_bytes
 from manylora_worker.models.decoder.read import read_decoder
 
 from tests.numerics.driver import Driver
@@ -85,7 +85,7 @@ def test_adapters_by_tile_on_the_device(
 
     monkeypatch.setattr(expert_mlp, "shrink_tiles", shrink)
     monkeypatch.setattr(expert_mlp, "tile_pairs", lambda *_: 64)
-    monkeypatch.setattr(decoder, "_ROWS_A_TILE", 1)
+    monkeypatch.setattr(mlp, "_ROWS_A_TILE", 1)
     check_device(make_mixture(tmp_path, family), device, "none", monkeypatch)
     assert taken
 
@@ -123,10 +123,9 @@ def test_what_is_kept_for_steps_is_what_they_take(family: str, tmp_path: Path, m
     mixture = make_mixture(tmp_path, family)
     loaded, runner = make_device_runner(mixture, mixture.folder, "cpu")  # type: ignore[arg-type]
     built = runner._decoder
-    assert built._experts is not None
-    ours = (built._sites, built._ropes, built._counters, built._arena)
-    held = [*vars(built).values(), *vars(built._experts).values()]
-    held += [] if built._delta_pass is None else vars(built._delta_pass).values()
+    owners = [built, built._products, built._mlp, built._mlp._experts, built._delta_pass]
+    ours = (built._ropes, built._products._sites, built._products._arena)
+    held = [value for each in owners if each is not None for value in vars(each).values()]
     taken = sum(each.nbytes for each in held if isinstance(each, torch.Tensor) and not any(each is o for o in ours))
     weights = read_decoder(loaded)
     assert weights is not None

@@ -9,7 +9,9 @@ from manylora_worker.kinds.api import Sampling
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from manylora_worker.models.cuda.graph_shapes import (
+from manylora_worker.models.cuda.kernels.lora import TILE_ROWS
+from manylora_worker.models.cuda.kernels.sampling import SamplingPlan
+from manylora_worker.models.cuda.steps.graph_shapes import (
     BY_ROW,
     MASKED,
     MIXED_ROWS,
@@ -22,8 +24,6 @@ from manylora_worker.models.cuda.graph_shapes import (
     mixed_shapes,
     room_for_prefill_tiles,
 )
-from manylora_worker.models.cuda.kernels.lora import TILE_ROWS
-from manylora_worker.models.cuda.kernels.sampling import SamplingPlan
 
 pytestmark = pytest.mark.kernels
 

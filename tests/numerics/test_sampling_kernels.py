@@ -19,7 +19,7 @@ from manylora_worker.models.torch import sampler as oracle
 triton = pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
 
 from manylora_worker.models.cuda.kernels.sampling import DeviceSampler, RowState, SamplingPlan  # noqa: E402
-from manylora_worker.models.cuda.sampler_rows import bars_on_device  # noqa: E402
+from manylora_worker.models.cuda.steps.sampler_rows import bars_on_device  # noqa: E402
 from test_sampling_maths import functions  # noqa: E402
 
 from tests.numerics.interpreter import DEVICES, INTERPRETED  # noqa: E402

@@ -10,7 +10,7 @@ from manylora_worker.kinds.api import Sampling, SequenceChunk
 
 pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
 
-from manylora_worker.models.cuda.sequence_slots import SequenceSlots, TableUpdates
+from manylora_worker.models.cuda.steps.sequence_slots import SequenceSlots, TableUpdates
 
 BLOCK = 4
 

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
 
-from manylora_worker.models.cuda.step_tables import StepTables
+from manylora_worker.models.cuda.steps.step_tables import StepTables
 
 CPU = torch.device("cpu")
 

@@ -19,9 +19,14 @@ from torch import Tensor
 from manylora_worker.kinds.api import DraftModel, Sampled, SequenceChunk, StepBatch, draws_of
 from manylora_worker.models.columns import BaseColumns
 from manylora_worker.models.cuda.adapter_arena import AdapterArena, arena_chunks
-from manylora_worker.models.cuda.decoder import Decoder, DeviceStep
 from manylora_worker.models.cuda.expert_tables import ExpertFields
-from manylora_worker.models.cuda.graph_shapes import (
+from manylora_worker.models.cuda.forward.decoder import Decoder
+from manylora_worker.models.cuda.forward.device_step import DeviceStep
+from manylora_worker.models.cuda.forward.pass_sizes import buffer_bytes
+from manylora_worker.models.cuda.kernels.attention import PagedLayout
+from manylora_worker.models.cuda.kernels.delta_net import StateLayout
+from manylora_worker.models.cuda.kernels.sampling import DeviceBars, DeviceSampler, SampledRows, SamplingPlan
+from manylora_worker.models.cuda.steps.graph_shapes import (
     BUCKETS,
     GREEDY,
     MASKED,
@@ -39,14 +44,10 @@ from manylora_worker.models.cuda.graph_shapes import (
     mixed_shapes,
     room_for_prefill_tiles,
 )
-from manylora_worker.models.cuda.kernels.attention import PagedLayout
-from manylora_worker.models.cuda.kernels.delta_net import StateLayout
-from manylora_worker.models.cuda.kernels.sampling import DeviceBars, DeviceSampler, SampledRows, SamplingPlan
-from manylora_worker.models.cuda.pass_sizes import buffer_bytes
-from manylora_worker.models.cuda.pending_step import Draws, PendingStep
-from manylora_worker.models.cuda.sampler_rows import SamplerRows, bars_on_device
-from manylora_worker.models.cuda.step_packing import PackedStep, StepPacker
-from manylora_worker.models.cuda.step_tables import StepTables, to_device
+from manylora_worker.models.cuda.steps.pending_step import Draws, PendingStep
+from manylora_worker.models.cuda.steps.sampler_rows import SamplerRows, bars_on_device
+from manylora_worker.models.cuda.steps.step_packing import PackedStep, StepPacker
+from manylora_worker.models.cuda.steps.step_tables import StepTables, to_device
 from manylora_worker.models.decoder.weights import DecoderLayer, DecoderWeights, DenseMlp, RecurrentMixer
 from manylora_worker.models.drafts.drafter import Drafter
 from manylora_worker.models.layers.host_kv import TensorHostKv

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from manylora_worker.kinds.api import ANY_TOKEN, SequenceChunk
 from manylora_worker.models.cuda.kernels.sampling import DeviceBars, DeviceSampler, RowState
-from manylora_worker.models.cuda.step_tables import to_device
+from manylora_worker.models.cuda.steps.step_tables import to_device
 
 
 class SamplerRows:

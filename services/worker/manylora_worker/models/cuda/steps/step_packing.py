@@ -14,14 +14,15 @@ import torch
 
 from manylora_worker.kinds.api import SequenceChunk
 from manylora_worker.models.cuda.adapter_arena import AdapterArena
-from manylora_worker.models.cuda.decoder import MAX_SPLITS, DeviceStep, LoraStep
-from manylora_worker.models.cuda.delta_pass import StateStep
-from manylora_worker.models.cuda.graph_shapes import NO_LORA, bucket_of, room_for_prefill_tiles
+from manylora_worker.models.cuda.forward.decoder import MAX_SPLITS
+from manylora_worker.models.cuda.forward.delta_pass import StateStep
+from manylora_worker.models.cuda.forward.device_step import DeviceStep, LoraStep
 from manylora_worker.models.cuda.kernels.attention import PREFILL_TILE_FIELDS
 from manylora_worker.models.cuda.kernels.delta_net import SEQUENCE_FIELDS
 from manylora_worker.models.cuda.kernels.lora import TILE_FIELDS, TILE_ROWS
-from manylora_worker.models.cuda.sequence_slots import SequenceSlots, TableUpdates
-from manylora_worker.models.cuda.step_tables import StepTables
+from manylora_worker.models.cuda.steps.graph_shapes import NO_LORA, bucket_of, room_for_prefill_tiles
+from manylora_worker.models.cuda.steps.sequence_slots import SequenceSlots, TableUpdates
+from manylora_worker.models.cuda.steps.step_tables import StepTables
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Inputs of single layers as kernels between products, which cuda/decoder.py makes. Owns their buffers."""
+"""Inputs of single layers as kernels between products, which products.py makes. Owns their buffers."""
 
 from __future__ import annotations
 

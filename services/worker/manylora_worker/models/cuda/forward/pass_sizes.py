@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from manylora_worker.models.cuda.delta_pass import DeltaSizes
-from manylora_worker.models.cuda.expert_mlp import MixtureSizes
+from manylora_worker.models.cuda.forward.delta_pass import DeltaSizes
+from manylora_worker.models.cuda.forward.expert_mlp import MixtureSizes
+from manylora_worker.models.cuda.forward.layer_inputs import InputSizes
 from manylora_worker.models.cuda.kernels.gemm import PARTS_ELEMENTS
 from manylora_worker.models.cuda.kernels.lora import low_rank_columns, shrink_splits
 from manylora_worker.models.cuda.kernels.lora_tiles import MOST_ROWS
-from manylora_worker.models.cuda.layer_inputs import InputSizes
 from manylora_worker.models.decoder.weights import AttentionShape, DecoderWeights, DenseMlp, MixtureMlp
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from manylora_worker.kinds.api import SequenceChunk
-from manylora_worker.models.cuda.step_tables import to_device
+from manylora_worker.models.cuda.steps.step_tables import to_device
 
 
 class TableUpdates:
