@@ -17,9 +17,9 @@ from manylora_worker.models.cuda.forward.delta_pass import DeltaPass
 from manylora_worker.models.cuda.forward.device_step import DeviceStep
 from manylora_worker.models.cuda.forward.layer_inputs import InputPass
 from manylora_worker.models.cuda.forward.mlp import MlpPass
-from manylora_worker.models.cuda.forward.norms import Norms
 from manylora_worker.models.cuda.forward.pass_sizes import PassSizes, widest
 from manylora_worker.models.cuda.forward.products import Products, rows_of
+from manylora_worker.models.cuda.kernels.add_norm import Norms
 from manylora_worker.models.cuda.kernels.attention import (
     DecodeScratch,
     PagedLayout,
@@ -141,23 +141,23 @@ class Decoder:
         if self._inputs is not None:
             inputs = self._inputs.of_tokens(token_ids, residual, product_of, num_rows=step.num_rows)
         ropes = self._step_ropes(step)
-        self._norms.add(None, residual, normed, None, weights.layers[0].input_norm, step, None)
+        self._norms.add(None, residual, normed, None, weights.layers[0].input_norm, step.num_rows, None)
         for i, layer in enumerate(weights.layers):
             if isinstance(layer.mixer, RecurrentMixer):
                 product, lora = self._recur(layer.mixer, normed, delta, step)
             else:
                 product, lora = self._attention(layer.mixer, normed, delta, step, ropes)
-            self._norms.add(product, residual, normed, layer.mixer_post_norm, layer.ffn_norm, step, lora)
+            self._norms.add(product, residual, normed, layer.mixer_post_norm, layer.ffn_norm, step.num_rows, lora)
             product, lora = self._mlp.run(layer.mlp, normed, delta, step)
             is_last = i + 1 == len(weights.layers)
             next_norm = weights.final_norm if is_last else weights.layers[i + 1].input_norm
             post_norm, own = layer.ffn_post_norm, layer.input
             if own is not None and self._inputs is not None and inputs is not None:
-                self._norms.add(product, residual, normed, post_norm, None, step, lora)
+                self._norms.add(product, residual, normed, post_norm, None, step.num_rows, lora)
                 gated = self._inputs.of_layer(own, i, normed, inputs, product_of, num_rows=step.num_rows)
                 product, lora = self._products.of(own.projection, gated, delta, step)
                 post_norm = own.norm
-            self._norms.add(product, residual, normed, post_norm, next_norm, step, lora, factor=layer.scale)
+            self._norms.add(product, residual, normed, post_norm, next_norm, step.num_rows, lora, factor=layer.scale)
 
     def _attention(
         self,

@@ -8,9 +8,9 @@ from torch import Tensor
 from manylora_worker.models.cuda.expert_tables import ExpertAdapters
 from manylora_worker.models.cuda.forward.device_step import DeviceStep
 from manylora_worker.models.cuda.forward.expert_mlp import ExpertMlp
-from manylora_worker.models.cuda.forward.norms import Norms
 from manylora_worker.models.cuda.forward.pass_sizes import PassSizes
 from manylora_worker.models.cuda.forward.products import Products, rows_of
+from manylora_worker.models.cuda.kernels.add_norm import Norms
 from manylora_worker.models.cuda.kernels.combine import combine
 from manylora_worker.models.cuda.kernels.gate import gate
 from manylora_worker.models.cuda.kernels.lora import LoraRows
@@ -90,16 +90,16 @@ class MlpPass:
     ) -> Tensor:
         """residual: the layer's as it is, which stays. [rows, hidden]: what joins it, before the norm of both."""
         x, total = self._branch[: step.rows], self._shared[: step.rows].zero_()
-        self._norms.add(None, residual, x, None, branch.norm, step, None)
+        self._norms.add(None, residual, x, None, branch.norm, step.num_rows, None)
         product, lora = self._products.summed(branch.mlp.down, self._gated_rows(branch.mlp, x, step), delta, step)
-        self._norms.add(product, total, x, branch.post_norm, None, step, lora)
-        self._norms.add(None, residual, x, None, branch.router_norm, step, None)
+        self._norms.add(product, total, x, branch.post_norm, None, step.num_rows, lora)
+        self._norms.add(None, residual, x, None, branch.router_norm, step.num_rows, None)
         routed = self._routed_to(mlp, x, step)
-        self._norms.add(None, residual, x, None, branch.experts_norm, step, None)
+        self._norms.add(None, residual, x, None, branch.experts_norm, step.num_rows, None)
         self._mixture(mlp, x, routed, delta, step)
         if self._weights.group is not None:
             self._weights.group.all_reduce(delta)
-        self._norms.add(delta[None], total, x, branch.experts_post_norm, None, step, None)
+        self._norms.add(delta[None], total, x, branch.experts_post_norm, None, step.num_rows, None)
         return total
 
     def _routed_to(self, mlp: MixtureMlp, x: Tensor, step: DeviceStep) -> tuple[Tensor, LoraRows | None]:

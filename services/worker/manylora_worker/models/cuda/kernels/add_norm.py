@@ -4,12 +4,14 @@ stored.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from manylora_worker.models.cuda.kernels.gemm import load_product
 from manylora_worker.models.cuda.kernels.lora import LoraRows, expand, expand_arguments
+from manylora_worker.models.decoder.weights import DecoderWeights
 
 
 @triton.jit
@@ -123,3 +125,38 @@ def add_norm(
         HAS_POST=post_weight is not None, HAS_PRE=pre_weight is not None,
         WEIGHT_PLUS_ONE=weight_plus_one, HAS_OUTPUTS=outputs is not None, PDL=pdl, num_warps=num_warps, launch_pdl=pdl,
     )  # fmt: skip
+
+
+class Norms:
+    """Of a pass: `add_norm` with what all of a model's norms have."""
+
+    def __init__(self, weights: DecoderWeights, max_rows: int, device: torch.device, *, pdl: bool) -> None:
+        self._eps, self._weight_plus_one, self._pdl = weights.eps, weights.norm_weight_plus_one, pdl
+        self._counters = torch.zeros(max_rows, dtype=torch.int32, device=device)
+
+    def add(
+        self,
+        delta: Tensor | None,
+        residual: Tensor,
+        normed: Tensor,
+        post: Tensor | None,
+        pre: Tensor | None,
+        num_rows: Tensor,
+        lora: LoraRows | None,
+        *,
+        factor: float = 1.0,
+    ) -> None:
+        add_norm(
+            delta,
+            residual,
+            normed,
+            post_weight=post,
+            pre_weight=pre,
+            eps=self._eps,
+            weight_plus_one=self._weight_plus_one,
+            num_rows=num_rows,
+            counters=self._counters,
+            lora=lora,
+            factor=factor,
+            pdl=self._pdl,
+        )
