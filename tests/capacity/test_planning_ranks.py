@@ -35,6 +35,8 @@ SHARED = (
     "qwen3_next_wide",
     "gemma4_text",
     "gemma4_shared",
+    "granite4_h_wide",
+    "granite4_h_moe_wide",
 )
 
 
@@ -95,7 +97,9 @@ def test_a_rank_has_the_memory_that_a_worker_leaves_it(family: str, tmp_path: Pa
     check(tmp_path, 2)
 
 
-@pytest.mark.parametrize(("family", "size"), [("qwen3_5_moe_wide", 2), ("qwen3_next_wide", 2), ("qwen2", 2)])
+@pytest.mark.parametrize(
+    ("family", "size"), [("qwen3_5_moe_wide", 2), ("qwen3_next_wide", 2), ("qwen2", 2), ("granite4_h_wide", 2)]
+)
 def test_a_rank_has_its_share_of_codes(family: str, size: int, tmp_path: Path) -> None:
     make_model(family, tmp_path)
     check(tmp_path, size, "fp8")

@@ -25,9 +25,9 @@ GRANITE4_MLP = ["input_linear", "output_linear"]
 def recipes(family: str) -> Mapping[str, Mapping[str, Any]]:
     """Adapter name -> LoraConfig arguments, for the family's module names."""
     attention, mlp = (PHI3_ATTENTION, PHI3_MLP) if family == "phi3" else (ATTENTION, MLP)
-    if family in ("granitemoehybrid", "granite4_h"):
+    if family == "granitemoehybrid" or family.startswith("granite4_h"):
         mlp = GRANITE4_MLP
-    if family == "granite4_h":
+    if family.startswith("granite4_h"):
         attention = [*ATTENTION[:-1], "in_proj", "out_proj", ATTENTION[-1]]
     if family.startswith("qwen3_5"):
         attention = [*ATTENTION[:-1], *DELTA_NET, ATTENTION[-1]]

@@ -225,6 +225,8 @@ _QWEN35_DENSE = {
     "layer_types": [*["full_attention"] * 2, "linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
 
+_GRANITE4_H_WIDE = _GRANITE4_H | {"mamba_n_heads": 16, "mamba_d_head": 8, "mamba_n_groups": 1}
+
 # layers that keep a state beside one that attends: a sequence's state takes two blocks of four tokens and more
 RECURRENT: dict[str, Callable[[], PretrainedConfig]] = {
     "granite4_h": lambda: GraniteMoeHybridConfig(**_GRANITE4_H),
@@ -237,6 +239,11 @@ RECURRENT: dict[str, Callable[[], PretrainedConfig]] = {
         **_SHAPE, **_DELTA_NETS, **_FEW_EXPERTS, norm_topk_prob=True, mlp_only_layers=[2], partial_rotary_factor=0.5,
     ),
     # of whose heads and experts kernels compute two ranks' shares
+    "granite4_h_wide": lambda: GraniteMoeHybridConfig(**_GRANITE4_H_WIDE),
+    "granite4_h_moe_wide": lambda: GraniteMoeHybridConfig(
+        **_GRANITE4_H_WIDE
+        | {"mamba_n_groups": 2, "intermediate_size": 48, "num_local_experts": 8, "num_experts_per_tok": 3},
+    ),
     "qwen3_5_wide": lambda: Qwen3_5TextConfig(**{**_QWEN35_DENSE, "linear_num_value_heads": 16}),
     "qwen3_5_moe_wide": lambda: Qwen3_5MoeTextConfig(**{**_SHAPE, **_QWEN35, **_FEW_EXPERTS, **_WIDE}),
     "qwen3_5_moe_blocks": lambda: Qwen3_5MoeTextConfig(

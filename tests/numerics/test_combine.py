@@ -60,7 +60,10 @@ def check_two_ranks(family_of: FamilyOf, name: str, device: str, folder: Path) -
     [
         "llama",
         "qwen3_5_wide",
-        *(pytest.param(each, marks=pytest.mark.wide) for each in ("gemma3_text", "gemma4_text", "gemma4_shared")),
+        *(
+            pytest.param(each, marks=pytest.mark.wide)
+            for each in ("gemma3_text", "gemma4_text", "gemma4_shared", "granite4_h_wide")
+        ),
     ],
 )
 def test_two_ranks_in_the_interpreter(

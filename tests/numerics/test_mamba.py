@@ -81,10 +81,17 @@ def test_published_folders_are_served(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(driver.logits([stream])[0], logits_of(reference, PROMPT), atol=1e-4, rtol=0)
 
 
-def test_ranks_do_not_share_it(tmp_path: Path) -> None:
+def test_ranks_share_whole_heads_and_groups(tmp_path: Path) -> None:
+    """One group's B and C are on each rank."""
     config = make_model(FAMILY, tmp_path).config
-    with pytest.raises(ModelRefused, match=r"--tensor-parallel 2: granitemoehybrid: Mamba layers are not shared"):
-        check_cuts(config, 2, SHARED_FAMILIES)
+    assert (config.mamba_n_heads, config.mamba_n_groups) == (8, 2)
+    check_cuts(config, 2, SHARED_FAMILIES)
+    for heads, groups, odd in ((6, 6, "mamba_n_heads 6 and mamba_n_groups 6"), (8, 2, "mamba_n_groups 2"), (8, 1, "")):
+        config.mamba_n_heads, config.mamba_n_groups = heads, groups
+        with pytest.raises(ModelRefused, match="--tensor-parallel 4: does not divide") as refused:
+            check_cuts(config, 4, SHARED_FAMILIES)
+        assert odd in str(refused.value)
+        assert ("mamba" in str(refused.value)) == bool(odd)
 
 
 def test_fp8_of_its_layers(tmp_path: Path) -> None:

@@ -39,11 +39,11 @@ from tests.numerics.test_swaps_against_peft import NUM_BLOCKS, asked, fight
 
 SHARED_MIXTURES = (
     *("qwen3_moe", "qwen3_5_moe_wide", "qwen3_next_wide", "gemma4_moe_wide"),
-    *("mixtral_wide", "qwen2_moe_wide", "gpt_oss_blocks", "glm4_moe", "dots1"),
+    *("mixtral_wide", "qwen2_moe_wide", "gpt_oss_blocks", "glm4_moe", "dots1", "granite4_h_moe_wide"),
 )
 SHARED_FAMILIES = (
     *sorted(cuts.SHARED_FAMILIES & FAMILIES.keys()),
-    *("qwen3_5_text", "qwen3_5_wide", "gemma4_text", "gemma4_shared"),
+    *("qwen3_5_text", "qwen3_5_wide", "gemma4_text", "gemma4_shared", "granite4_h", "granite4_h_wide"),
 )
 MAX_TOKENS = 12
 TOP = 8

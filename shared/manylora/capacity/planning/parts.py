@@ -32,6 +32,7 @@ class Product:
     path: str = ""
     site: str = ""
     cut: Cut = Cut.NONE
+    on_each: int = 0  # outputs that every rank has
     count: int = 1
     members: tuple[str, ...] = ()
 
@@ -57,13 +58,13 @@ class Parts:
     tables: int = 0
     token_kv: int = 0
     state: int = 0
+    whole_state: int = 0  # of `state`, what every rank has
     experts: list[Product] = field(default_factory=list)  # of a layer one for gates and ups, and one behind it
     num_experts: int = 0  # of a layer
     top_k: int = 0
     sums: int = 0  # over ranks, by a step
     counts: dict[tuple[str, int], None] = field(default_factory=dict)
     widths: dict[tuple[str, int], None] = field(default_factory=dict)
-    whole: str = ""  # what ranks cannot share
 
     @property
     def expert_elements(self) -> int:
@@ -255,9 +256,11 @@ class _Reader:
     def _count(self, name: str, count: int) -> None:
         self._found.counts[name, count] = None
 
-    def _add(self, path: str, inputs: int, outputs: int, cut: Cut = Cut.NONE, *, is_biased: bool = False) -> None:
+    def _add(
+        self, path: str, inputs: int, outputs: int, cut: Cut = Cut.NONE, *, on_each: int = 0, is_biased: bool = False
+    ) -> None:
         whole = f"{self._block}.{path}"
-        self._found.products.append(Product(inputs, outputs, is_biased, whole, whole, cut))
+        self._found.products.append(Product(inputs, outputs, is_biased, whole, whole, cut, on_each))
 
     def _read(self, module: str, outputs: Mapping[str, int], *, is_biased: bool = False) -> None:
         # layers of one input, cut by outputs: one product
@@ -321,13 +324,20 @@ class _Reader:
             self._number("mamba_n_groups", 1),
         )
         values, taps = self._number("mamba_expand", 2) * self._hidden, self._number("mamba_d_conv", 4)
-        channels, is_biased = values + 2 * groups * size, bool(self._text.get("mamba_proj_bias"))
-        self._add(f"{_MAMBA}.in_proj", self._hidden, values + channels + heads, is_biased=is_biased)
-        self._add(f"{_MAMBA}.out_proj", values, self._hidden, is_biased=is_biased)
-        convolution = channels * (taps + bool(self._text.get("mamba_conv_bias", True)))
-        self._found.others += values + 3 * heads + convolution
-        self._found.state += values * size + (taps - 1) * channels
-        self._found.whole = "Mamba layers"
+        keys, is_biased = 2 * groups * size, bool(self._text.get("mamba_proj_bias"))
+        on_each = keys if groups == 1 else 0
+        outputs = 2 * values + keys + heads
+        self._add(f"{_MAMBA}.in_proj", self._hidden, outputs, Cut.OUTPUTS, on_each=on_each, is_biased=is_biased)
+        self._add(f"{_MAMBA}.out_proj", values, self._hidden, Cut.INPUTS, is_biased=is_biased)
+        of_channel = taps + bool(self._text.get("mamba_conv_bias", True))
+        self._found.others += on_each * of_channel
+        self._found.cut_others += values + 3 * heads + (values + keys - on_each) * of_channel
+        self._found.state += values * size + (taps - 1) * (values + keys)
+        self._found.whole_state += (taps - 1) * on_each
+        self._found.sums += 1  # of the norm's squares
+        self._count("mamba_n_heads", heads)
+        if groups > 1:
+            self._count("mamba_n_groups", groups)
 
     def _granite_mlp(self) -> None:
         if self._text.get("num_local_experts"):
@@ -352,8 +362,8 @@ class _Reader:
         count = found.num_experts = self._number(name)
         path = f"{self._block}.{module}"
         found.experts += [
-            Product(hidden, 2 * width, is_biased, path, path, Cut.OUTPUTS, count, ("gate_proj", "up_proj")),
-            Product(width, hidden, is_biased, path, path, Cut.INPUTS, count, ("down_proj",)),
+            Product(hidden, 2 * width, is_biased, path, path, Cut.OUTPUTS, 0, count, ("gate_proj", "up_proj")),
+            Product(width, hidden, is_biased, path, path, Cut.INPUTS, 0, count, ("down_proj",)),
         ]
         found.widths[named, width] = None
 

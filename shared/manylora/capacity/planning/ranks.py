@@ -12,8 +12,6 @@ _WIDTHS = 8  # an adapter's matrices of experts begin at multiples of it
 def share_of(parts: Parts, ranks: int) -> Parts:
     """The first rank's. `vocab` is what it has of the output head. Raises BadConfig where the worker refuses it."""
     option = f"--tensor-parallel {ranks}"
-    if parts.whole:
-        raise BadConfig(f"{option}: {parts.kind}: {parts.whole} are not shared among ranks")
     odd = [f"{name} {count}" for name, count in parts.counts if count % ranks]
     odd += [f"{name} {width} into multiples of {_WIDTHS}" for name, width in parts.widths if width % (ranks * _WIDTHS)]
     if odd:
@@ -24,7 +22,7 @@ def share_of(parts: Parts, ranks: int) -> Parts:
         products=[_cut(each, ranks) for each in parts.products],
         cut_others=parts.cut_others // ranks,
         token_kv=parts.token_kv // ranks,
-        state=parts.state // ranks,
+        state=(parts.state - parts.whole_state) // ranks + parts.whole_state,
         experts=[_cut(each, ranks) for each in parts.experts],
     )
     check_kernels(share)
@@ -33,5 +31,5 @@ def share_of(parts: Parts, ranks: int) -> Parts:
 
 def _cut(product: Product, ranks: int) -> Product:
     if product.cut is Cut.OUTPUTS:
-        return replace(product, outputs=product.outputs // ranks)
+        return replace(product, outputs=(product.outputs - product.on_each) // ranks + product.on_each)
     return replace(product, inputs=product.inputs // ranks) if product.cut is Cut.INPUTS else product

@@ -22,6 +22,7 @@ from manylora_worker.models.quantized.install import ShippedCodes
 from manylora_worker.models.quantized.stacks import QuantizedStack, stacks_in
 from manylora_worker.models.ranks.delta_cuts import cut_delta_nets, delta_outputs
 from manylora_worker.models.ranks.group import RankGroup
+from manylora_worker.models.ranks.mamba_cuts import cut_mambas, mamba_outputs
 from manylora_worker.weights.layout import ALIGNMENT
 
 # By name: a cut that is wrong is wrong in transformers' pass over it, too, so nothing at load would see it.
@@ -44,7 +45,10 @@ _BY_OUTPUTS: Mapping[str, Sequence[str]] = {
 _BY_INPUTS = ("o_proj", "down_proj", "out_proj", "output_linear")
 # of families that have them
 _EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
-_WIDE_EXPERTS = frozenset({"mixtral", "gpt_oss"})  # whose experts have the width that is a dense layer's elsewhere
+_WIDE_EXPERTS = frozenset(
+    {"mixtral", "gpt_oss", "granitemoehybrid"}
+)  # whose experts have the width that is a dense layer's elsewhere
+_MAMBA_HEADS, _MAMBA_GROUPS = "mamba_n_heads", "mamba_n_groups"  # one group is on each rank
 _DELTA_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 
 
@@ -56,13 +60,15 @@ def check_cuts(config: PretrainedConfig, size: int, families: frozenset[str]) ->
             f"--tensor-parallel {size}: model_type {text.model_type} is not one that can be shared among ranks "
             f"({', '.join(sorted(families))})"
         )
-    if getattr(text, "mamba_n_heads", 0) and "linear_attention" in (text.layer_types or ()):
-        raise ModelRefused(f"--tensor-parallel {size}: {text.model_type}: Mamba layers are not shared among ranks")
     layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
     names = (*_COUNTS, _GRANITE_WIDTH, *_DELTA_HEADS)
     counts = [(name, getattr(each, name, None) or 0) for each in layers for name in names]
+    if getattr(text, _MAMBA_HEADS, 0) and "linear_attention" in (text.layer_types or ()):
+        groups = getattr(text, _MAMBA_GROUPS)
+        counts += [(_MAMBA_HEADS, getattr(text, _MAMBA_HEADS)), (_MAMBA_GROUPS, 0 if groups == 1 else groups)]
     odd = list(dict.fromkeys(f"{name} {count}" for name, count in counts if count % size))
-    for name in (*_EXPERT_WIDTHS, *([_WIDTH] if text.model_type in _WIDE_EXPERTS else [])):
+    are_wide = text.model_type in _WIDE_EXPERTS and text.num_local_experts
+    for name in (*_EXPERT_WIDTHS, *([_WIDTH] if are_wide else [])):
         width = vars(text).get(name) or 0
         if width % (size * ALIGNMENT):  # an adapter's matrices of experts stand one behind the other
             odd.append(f"{name} {width} into multiples of {ALIGNMENT}")
@@ -72,9 +78,10 @@ def check_cuts(config: PretrainedConfig, size: int, families: frozenset[str]) ->
 
 def own_outputs(path: str, outputs: int, config: PretrainedConfig, group: RankGroup) -> tuple[range, ...]:
     """Which of the outputs of a layer this rank has, part by part."""
-    of_delta = delta_outputs(path, config, group.rank, group.size)
-    if of_delta:
-        return of_delta
+    of_state = delta_outputs(path, config, group.rank, group.size)
+    of_state = of_state or mamba_outputs(path, config, group.rank, group.size)
+    if of_state:
+        return of_state
     names = _BY_OUTPUTS.get(path.rpartition(".")[2])
     return (range(outputs),) if names is None else tuple(_own_parts(names, outputs, config.get_text_config(), group))
 
@@ -98,6 +105,7 @@ def is_summed(path: str) -> bool:
 def cut_linears(model: PreTrainedModel, group: RankGroup) -> None:
     """Leaves this rank's share of every linear layer but the head, and of experts. Works on meta tensors."""
     cut_delta_nets(model, group.rank, group.size)
+    cut_mambas(model, group)
     for path, module in model.named_modules():
         leaf = path.rpartition(".")[2]
         if hasattr(module, "qkv_proj"):  # it takes the product apart by these

@@ -12,6 +12,7 @@ from manylora_worker.models.cuda.kernels.delta_net import StateLayout, convolve,
 from manylora_worker.models.cuda.kernels.lora import LoraRows
 from manylora_worker.models.decoder.weights import RecurrentMixer
 from manylora_worker.models.layers.recurrent import RecurrentShape
+from manylora_worker.models.ranks.mamba_cuts import SharedGatedNorm
 
 
 @dataclass(frozen=True)
@@ -96,5 +97,9 @@ class DeltaPass:
             skip=layer.D if shape.is_mamba else None,
             pdl=pdl,
         )
-        eps = layer.norm.variance_epsilon
-        gated_norm(ruled, whole, out, weight=layer.norm.weight, eps=eps, shape=shape, num_rows=num_rows, pdl=pdl)
+        norm, shared = layer.norm, {}
+        if isinstance(norm, SharedGatedNorm):  # the gates are used up: their place serves
+            squares = self._gates.view(-1)[:rows]
+            shared = {"squares": squares, "sum_squares": norm.group.all_reduce, "width": norm.width}
+        eps = norm.variance_epsilon
+        gated_norm(ruled, whole, out, weight=norm.weight, eps=eps, shape=shape, num_rows=num_rows, **shared, pdl=pdl)

@@ -1,4 +1,4 @@
-"""What a pass is given: a step's rows, blocks and adapters in device tensors."""
+"""A step's rows, blocks and adapters in device tensors."""
 
 from __future__ import annotations
 

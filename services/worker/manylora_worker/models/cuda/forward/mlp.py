@@ -27,8 +27,6 @@ _ROWS_A_TILE = 4  # of LoRA, in the mean: from there on experts' adapters take t
 
 
 class MlpPass:
-    """Of every layer; its buffers serve one after the other."""
-
     def __init__(
         self,
         weights: DecoderWeights,

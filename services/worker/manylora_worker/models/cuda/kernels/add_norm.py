@@ -128,7 +128,7 @@ def add_norm(
 
 
 class Norms:
-    """Of a pass: `add_norm` with what all of a model's norms have."""
+    """With what all of a model's have."""
 
     def __init__(self, weights: DecoderWeights, max_rows: int, device: torch.device, *, pdl: bool) -> None:
         self._eps, self._weight_plus_one, self._pdl = weights.eps, weights.norm_weight_plus_one, pdl

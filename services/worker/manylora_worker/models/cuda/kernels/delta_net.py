@@ -6,6 +6,7 @@ their sequences' tables (layers/recurrence.py), and are read and written in plac
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import triton
@@ -309,9 +310,10 @@ def _gated_norm_kernel(
 
 @triton.jit
 def _norm_of_gated_kernel(
-    x_ptr, product_ptr, out_ptr, weight_ptr, num_rows_ptr, stride_product, eps, VALUES: tl.constexpr,
-    BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, product_ptr, out_ptr, weight_ptr, squares_ptr, num_rows_ptr, stride_product, eps, WIDTH: tl.constexpr,
+    VALUES: tl.constexpr, GATES: tl.constexpr, NORMS: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """GATES alone: x is gated in place, and its squares are summed; NORMS alone: by such sums, of WIDTH values."""
     row = tl.program_id(0).to(tl.int64)
     within = tl.arange(0, BLOCK_V)
     mask = within < VALUES
@@ -322,10 +324,18 @@ def _norm_of_gated_kernel(
     if row >= tl.load(num_rows_ptr):
         return
     x = tl.load(x_ptr + row * VALUES + within, mask=mask, other=0.0)
-    gate = tl.load(product_ptr + row * stride_product + within, mask=mask, other=0.0).to(tl.float32)
-    x *= gate / (1.0 + tl.exp(-gate))
-    scale = tl.rsqrt(tl.sum(x * x, 0) / VALUES + eps)
-    tl.store(out_ptr + row * VALUES + within, x * scale * weight, mask=mask)
+    if GATES:
+        gate = tl.load(product_ptr + row * stride_product + within, mask=mask, other=0.0).to(tl.float32)
+        x *= gate / (1.0 + tl.exp(-gate))
+        squares = tl.sum(x * x, 0)
+    else:
+        squares = tl.load(squares_ptr + row)
+    if NORMS:
+        scale = tl.rsqrt(squares / WIDTH + eps)
+        tl.store(out_ptr + row * VALUES + within, x * scale * weight, mask=mask)
+    else:
+        tl.store(x_ptr + row * VALUES + within, x, mask=mask)
+        tl.store(squares_ptr + row, squares)
 
 
 def gated_norm(
@@ -337,17 +347,33 @@ def gated_norm(
     eps: float,
     shape: RecurrentShape,
     num_rows: Tensor,
+    squares: Tensor | None = None,
+    sum_squares: Callable[[Tensor], None] | None = None,
+    width: int = 0,
     pdl: bool,
 ) -> None:
     """x, out: [rows, value heads * value_dim], the former in float32; normed by heads, times silu of the gates. Mamba's
     is times those first, and normed whole.
+
+    sum_squares: of Mamba's, over ranks, in place: `squares`, float32 [rows]. width: values of all ranks.
     """
     if shape.is_mamba:
         block_v = triton.next_power_of_2(shape.values)
-        _norm_of_gated_kernel[(x.shape[0],)](
-            x, product, out, weight, num_rows, product.stride(0), eps, VALUES=shape.values, BLOCK_V=block_v, PDL=pdl,
-            num_warps=min(8, max(1, block_v // 512)), launch_pdl=pdl,
-        )  # fmt: skip
+
+        def run(*, gates: bool, norms: bool) -> None:
+            _norm_of_gated_kernel[(x.shape[0],)](
+                x, product, out, weight, squares, num_rows, product.stride(0), eps, WIDTH=width or shape.values,
+                VALUES=shape.values, GATES=gates, NORMS=norms, BLOCK_V=block_v, PDL=pdl,
+                num_warps=min(8, max(1, block_v // 512)), launch_pdl=pdl,
+            )  # fmt: skip
+
+        if sum_squares is None:
+            run(gates=True, norms=True)
+            return
+        assert squares is not None
+        run(gates=True, norms=False)
+        sum_squares(squares)
+        run(gates=False, norms=True)
         return
     _gated_norm_kernel[(x.shape[0], shape.value_heads)](
         x, product, out, weight, num_rows, product.stride(0), eps, CHANNELS=shape.channels,
