@@ -146,7 +146,7 @@ def quantized(gpu: str, shape: str, base: Mapping[int, float]) -> Iterator[tuple
 
 
 def of_two(gpu: str, shape: str) -> dict[str, list[tuple[int, float]]]:
-    """Steps of two GPUs, by how they sum; of the reference shape alone, since others' are told by its sums."""
+    """Steps of two GPUs, by how they sum; of the reference shape alone, by which others' are told."""
     found = [line for line in lines(MACHINES[gpu], "engine-two-gpus.jsonl") if line.get("tensor_parallel") == 2]
     own = [line for line in found if line["shape"] == shape == REFERENCE and line["quantization"] == "none"]
     kinds = sorted({line["all_reduce"] for line in own})

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from manylora_shared.ids import AdapterUid
@@ -17,25 +19,34 @@ from manylora_worker.models.cuda.kernels.lora import num_chunks
 pytestmark = pytest.mark.kernels
 
 SHAPE = ExpertShape(experts=5, hidden=16, width=8, top_k=2)
-SITES = [Site(0, 16, (Slot("q", 0, 16),)), _gate_up_site(1, "e", SHAPE), _down_site(2, "e", SHAPE)]
+
+
+def sites_of(shape: ExpertShape) -> list[Site]:
+    return [Site(0, 16, (Slot("q", 0, 16),)), _gate_up_site(1, "e", shape), _down_site(2, "e", shape)]
+
+
+SITES = sites_of(SHAPE)
 BLOCK = 1024  # a group is of some experts, and another rank's of more
 MAX_RANK = 20
 EXPERTS_ALONE = {slot.path for site in SITES[1:] for slot in site.slots}
 
 
-def made(ranks: dict[str, int], seed: int, device: str = "cpu") -> HostAdapter:
-    layout = lay_out(SITES, ranks)
+def made(ranks: dict[str, int], seed: int, device: str = "cpu", sites: Sequence[Site] = SITES) -> HostAdapter:
+    layout = lay_out(sites, ranks)
     torch.manual_seed(seed)
     return HostAdapter(AdapterUid(f"a{seed}"), (torch.randn(elements_of(layout)) * 0.3).to(device), layout)
 
 
-def filled(adapters: list[HostAdapter], device: str = "cpu") -> tuple[AdapterArena, Tensor, ExpertFields]:
-    fields = ExpertFields.of(SITES, BLOCK, MAX_RANK)
+def filled(
+    adapters: list[HostAdapter], device: str = "cpu", sites: Sequence[Site] = SITES, block: int = BLOCK,
+    num_blocks: int = 40,
+) -> tuple[AdapterArena, Tensor, ExpertFields]:  # fmt: skip
+    fields = ExpertFields.of(sites, block, MAX_RANK)
     assert fields is not None
-    flat = torch.full((40 * BLOCK,), float("nan"), device=device)
+    flat = torch.full((num_blocks * block,), float("nan"), dtype=adapters[0].buffer.dtype, device=device)
     arena = AdapterArena(
-        flat, BLOCK, range(40), num_slots=8, num_composed=2, num_sites=fields.first_site, chunks=num_chunks(MAX_RANK),
-        num_angles=1, scaled=lambda _: (torch.zeros(1), 1.0), experts=fields,
+        flat, block, range(num_blocks), num_slots=8, num_composed=2, num_sites=fields.first_site,
+        chunks=num_chunks(MAX_RANK), num_angles=1, scaled=lambda _: (torch.zeros(1), 1.0), experts=fields,
         columns=lambda adapter: adapter.buffer[:0],
     )  # fmt: skip
     for adapter in adapters:

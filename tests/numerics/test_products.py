@@ -33,11 +33,11 @@ def step_of(lora: LoraStep | None) -> DeviceStep:
     return DeviceStep(ROWS, num_rows, unread, unread, unread, unread, ROWS, 1, lora=lora)
 
 
-@pytest.mark.parametrize("kernels", ["by row", "by tile", "tiles"])
+@pytest.mark.parametrize("kernels", ["by row", "by tile", "CUDA tiles"])
 def test_a_product_and_its_adapter_add_up(family_of: FamilyOf, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all layers, alone and where ranks would be summed. A row without an adapter has the base product."""
     monkeypatch.setattr(loader, "can_pack", lambda *_: False)
-    if kernels == "tiles":
+    if kernels == "CUDA tiles":
         monkeypatch.setattr(module, "FEWEST_ROWS", 1)
         monkeypatch.setattr(LoraTiles, "where_it_runs", lambda *_: ReferenceTiles())
     family = family_of("llama")
@@ -64,7 +64,7 @@ def test_a_product_and_its_adapter_add_up(family_of: FamilyOf, kernels: str, mon
         for of in (products.of, products.summed):
             product, found = of(projection, x, out, step_of(lora))
             assert found is not None
-            assert (found.outputs is not None) == (kernels == "tiles")
+            assert (found.outputs is not None) == (kernels == "CUDA tiles")
             whole = torch.empty_like(out)
             combine(product, whole, num_rows=step_of(None).num_rows, lora=found, pdl=False)
             torch.testing.assert_close(whole, base + added, atol=1e-5, rtol=1e-4)

@@ -23,6 +23,7 @@ from manylora_worker.models.quantized.stacks import QuantizedStack, stacks_in
 from manylora_worker.models.ranks.delta_cuts import cut_delta_nets, delta_outputs
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.models.ranks.mamba_cuts import cut_mambas, mamba_outputs
+from manylora_worker.models.ranks.own_rows import cut_outputs, frozen, own_rows
 from manylora_worker.weights.layout import ALIGNMENT
 
 # By name: a cut that is wrong is wrong in transformers' pass over it, too, so nothing at load would see it.
@@ -45,9 +46,8 @@ _BY_OUTPUTS: Mapping[str, Sequence[str]] = {
 _BY_INPUTS = ("o_proj", "down_proj", "out_proj", "output_linear")
 # of families that have them
 _EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
-_WIDE_EXPERTS = frozenset(
-    {"mixtral", "gpt_oss", "granitemoehybrid"}
-)  # whose experts have the width that is a dense layer's elsewhere
+# whose experts have the width that is a dense layer's elsewhere
+_WIDE_EXPERTS = frozenset({"mixtral", "gpt_oss", "granitemoehybrid"})
 _MAMBA_HEADS, _MAMBA_GROUPS = "mamba_n_heads", "mamba_n_groups"  # one group is on each rank
 _DELTA_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 
@@ -78,8 +78,8 @@ def check_cuts(config: PretrainedConfig, size: int, families: frozenset[str]) ->
 
 def own_outputs(path: str, outputs: int, config: PretrainedConfig, group: RankGroup) -> tuple[range, ...]:
     """Which of the outputs of a layer this rank has, part by part."""
-    of_state = delta_outputs(path, config, group.rank, group.size)
-    of_state = of_state or mamba_outputs(path, config, group.rank, group.size)
+    place = (path, config, group.rank, group.size)
+    of_state = delta_outputs(*place) or mamba_outputs(*place)
     if of_state:
         return of_state
     names = _BY_OUTPUTS.get(path.rpartition(".")[2])
@@ -112,18 +112,15 @@ def cut_linears(model: PreTrainedModel, group: RankGroup) -> None:
             module.config = _OwnHeads(model.config.get_text_config(), group.size)
             module.num_key_value_heads //= group.size
         if isinstance(getattr(module, "sinks", None), nn.Parameter):
-            module.sinks = _frozen(module.sinks.data.chunk(group.size)[group.rank].clone())
+            module.sinks = frozen(module.sinks.data.chunk(group.size)[group.rank].clone())
         if leaf == "experts" and hasattr(module, "down_proj_bias"):
             _cut_experts_in_turn(module, group)
         elif leaf == "experts":
             _cut_experts(path, module, model.config, group)
         elif isinstance(module, nn.Linear) and leaf in _BY_OUTPUTS:
-            own = own_outputs(path, module.out_features, model.config, group)
-            module.weight = _frozen(_rows(module.weight.data, own))
-            module.bias = None if module.bias is None else _frozen(_rows(module.bias.data, own))
-            module.out_features = module.weight.shape[0]
+            cut_outputs(module, own_outputs(path, module.out_features, model.config, group))
         elif isinstance(module, nn.Linear) and leaf in _BY_INPUTS:
-            module.weight = _frozen(_columns(module.weight.data, group))
+            module.weight = frozen(_columns(module.weight.data, group))
             module.bias = module.bias if group.rank == 0 else None  # added once
             module.in_features //= group.size
 
@@ -133,18 +130,18 @@ def _cut_experts(path: str, experts: nn.Module, config: PretrainedConfig, group:
         if isinstance(stack, QuantizedStack):
             setattr(experts, name, _stack_share(f"{path}.{name}", stack, config, group))
         elif is_summed(name):
-            setattr(experts, name, _frozen(stack.data.chunk(group.size, 2)[group.rank].clone()))
+            setattr(experts, name, frozen(stack.data.chunk(group.size, 2)[group.rank].clone()))
         else:
             own = own_outputs(f"{path}.{name}", stack.shape[1], config, group)
-            setattr(experts, name, _frozen(_rows(stack.data, own, 1)))
+            setattr(experts, name, frozen(own_rows(stack.data, own, 1)))
 
 
 def _cut_experts_in_turn(experts: nn.Module, group: RankGroup) -> None:
     """gpt-oss's: a column of the gate stands beside that of up."""
     for name, dim in (("gate_up_proj", 2), ("gate_up_proj_bias", 1), ("down_proj", 1)):
-        setattr(experts, name, _frozen(getattr(experts, name).data.chunk(group.size, dim)[group.rank].clone()))
+        setattr(experts, name, frozen(getattr(experts, name).data.chunk(group.size, dim)[group.rank].clone()))
     if group.rank:
-        experts.down_proj_bias = _frozen(torch.zeros_like(experts.down_proj_bias.data))  # added once
+        experts.down_proj_bias = frozen(torch.zeros_like(experts.down_proj_bias.data))  # added once
 
 
 def _stack_share(path: str, stack: QuantizedStack, config: PretrainedConfig, group: RankGroup) -> QuantizedStack:
@@ -155,7 +152,7 @@ def _stack_share(path: str, stack: QuantizedStack, config: PretrainedConfig, gro
         parts = [each.unflatten(0, stack.shape[:2]) for each in share]
     else:
         own = own_outputs(path, stack.shape[1], config, group)
-        parts = [_rows(each, own, 1) for each in stack.parts]
+        parts = [own_rows(each, own, 1) for each in stack.parts]
     return QuantizedStack(parts, stack.group_size, stack.dtype, is_nf4=stack.is_nf4)
 
 
@@ -178,7 +175,7 @@ def cut_codes(shipped: ShippedCodes, config: PretrainedConfig, group: RankGroup)
             by_path[path] = _codes_share(path, parts, shipped.inputs_of_scale, group)
         else:
             own = own_outputs(path, parts[0].shape[0], config, group)
-            by_path[path] = tuple(_rows(each, own) for each in parts)
+            by_path[path] = tuple(own_rows(each, own) for each in parts)
     return replace(shipped, by_path=by_path)
 
 
@@ -209,14 +206,6 @@ def cut_head(model: PreTrainedModel, group: RankGroup) -> None:
     if head.weight is not model.get_input_embeddings().weight:
         shared.part.weight.data = shared.part.weight.data.clone()  # a view would keep the other ranks' rows, too
     setattr(model.get_submodule(parent), leaf, shared)
-
-
-def _frozen(weight: Tensor) -> nn.Parameter:
-    return nn.Parameter(weight, requires_grad=False)
-
-
-def _rows(tensor: Tensor, own: Sequence[range], dim: int = 0) -> Tensor:
-    return torch.cat([tensor.narrow(dim, each.start, len(each)) for each in own], dim)
 
 
 def _columns(tensor: Tensor, group: RankGroup) -> Tensor:

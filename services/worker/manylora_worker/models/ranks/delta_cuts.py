@@ -12,13 +12,13 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.layers.delta_net import find_delta_nets
 from manylora_worker.models.quantized.install import ShippedCodes
+from manylora_worker.models.ranks.own_rows import cut_outputs, own_parameter, own_rows
 
 _BY_HEAD = frozenset({"in_proj_qkvz", "in_proj_ba"})  # a head's parts stand side by side
 _HEADS = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")
@@ -72,9 +72,7 @@ def cut_delta_nets(model: PreTrainedModel, rank: int = 0, size: int = 1) -> None
             if own and type(linear) is not nn.Linear:  # one code stands for what is in several rows
                 raise ModelRefused(f"{path}.{name}: not with --quantization nf4 on the CPU: its rows are put in order")
             if own:
-                linear.weight = _rows(linear.weight, own)
-                linear.bias = None if linear.bias is None else _rows(linear.bias, own)
-                linear.out_features = linear.weight.shape[0]
+                cut_outputs(linear, own)
         if size > 1:
             _cut_heads(layer, model.config, rank, size)
         if is_by_head:
@@ -82,13 +80,9 @@ def cut_delta_nets(model: PreTrainedModel, rank: int = 0, size: int = 1) -> None
 
 
 def _cut_heads(layer: Any, config: PretrainedConfig, rank: int, size: int) -> None:
-    channels = delta_outputs("in_proj_qkv", config, rank, size)
+    cut_outputs(layer.conv1d, delta_outputs("in_proj_qkv", config, rank, size))
     heads = delta_outputs("in_proj_a", config, rank, size)
-    conv = layer.conv1d
-    conv.weight = _rows(conv.weight, channels)
-    conv.bias = None if conv.bias is None else _rows(conv.bias, channels)
-    conv.in_channels = conv.out_channels = conv.groups = conv.weight.shape[0]
-    layer.A_log, layer.dt_bias = _rows(layer.A_log, heads), _rows(layer.dt_bias, heads)
+    layer.A_log, layer.dt_bias = own_parameter(layer.A_log, heads), own_parameter(layer.dt_bias, heads)
     for name in _HEADS:
         setattr(layer, name, getattr(layer, name) // size)
 
@@ -103,12 +97,5 @@ def _apart(layer: Any, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, ...]:
 def codes_in_order(shipped: ShippedCodes, config: PretrainedConfig) -> ShippedCodes:
     # of a model that is whole here
     orders = {path: reordered(path, config) for path in shipped.by_path}
-    moved = {
-        path: tuple(_rows(each, own).data for each in shipped.by_path[path]) for path, own in orders.items() if own
-    }
+    moved = {path: tuple(own_rows(each, own) for each in shipped.by_path[path]) for path, own in orders.items() if own}
     return replace(shipped, by_path={**shipped.by_path, **moved})
-
-
-def _rows(tensor: Tensor, own: tuple[range, ...]) -> nn.Parameter:
-    rows = torch.cat([tensor.data[each.start : each.stop] for each in own])
-    return nn.Parameter(rows, requires_grad=False)

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from manylora_worker.models.layers.mamba import find_mambas
 from manylora_worker.models.ranks.group import RankGroup
+from manylora_worker.models.ranks.own_rows import cut_outputs, own_parameter
 
 
 def mamba_outputs(path: str, config: PretrainedConfig, rank: int, size: int) -> tuple[range, ...]:
@@ -43,14 +44,11 @@ def cut_mambas(model: PreTrainedModel, group: RankGroup) -> None:
         own = mamba_outputs(f"{path}.in_proj", model.config, group.rank, group.size)
         values, heads = layer.intermediate_size, _share(layer.num_heads, group.rank, group.size)
         channels = tuple(range(each.start - values, each.stop - values) for each in own[1:4])
-        for linear, rows in ((layer.in_proj, own), (layer.conv1d, channels)):
-            linear.weight = _rows(linear.weight, rows)
-            linear.bias = None if linear.bias is None else _rows(linear.bias, rows)
-        layer.in_proj.out_features = layer.in_proj.weight.shape[0]
-        conv = layer.conv1d
-        conv.in_channels = conv.out_channels = conv.groups = layer.conv_dim = conv.weight.shape[0]
+        cut_outputs(layer.in_proj, own)
+        cut_outputs(layer.conv1d, channels)
+        layer.conv_dim = layer.conv1d.out_channels
         for name in ("A_log", "D", "dt_bias"):
-            setattr(layer, name, _rows(getattr(layer, name), (heads,)))
+            setattr(layer, name, own_parameter(getattr(layer, name), (heads,)))
         layer.norm = SharedGatedNorm(layer.norm, own[0], group)
         layer.num_heads, layer.intermediate_size = len(heads), len(own[0])
         layer.n_groups = len(own[2]) // layer.ssm_state_size
@@ -61,7 +59,7 @@ class SharedGatedNorm(nn.Module):
 
     def __init__(self, norm: Any, own: range, group: RankGroup) -> None:
         super().__init__()
-        self.weight = _rows(norm.weight, (own,))
+        self.weight = own_parameter(norm.weight, (own,))
         self.variance_epsilon: float = norm.variance_epsilon
         self.width: int = norm.weight.shape[0]  # of all ranks
         self.group = group
@@ -72,8 +70,3 @@ class SharedGatedNorm(nn.Module):
         self.group.all_reduce(squares)
         gated *= torch.rsqrt(squares / self.width + self.variance_epsilon)
         return self.weight * gated.to(hidden_states.dtype)
-
-
-def _rows(tensor: Tensor, own: tuple[range, ...]) -> nn.Parameter:
-    rows = torch.cat([tensor.data[each.start : each.stop] for each in own])
-    return nn.Parameter(rows, requires_grad=False)

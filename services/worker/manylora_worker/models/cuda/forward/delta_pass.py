@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from manylora_worker.models.cuda.kernels.combine import combine
-from manylora_worker.models.cuda.kernels.delta_net import StateLayout, convolve, delta_rule, gated_norm
+from manylora_worker.models.cuda.kernels.delta_net import (
+    StateLayout,
+    convolve,
+    delta_rule,
+    gate_rows,
+    gated_norm,
+    norm_by_squares,
+)
 from manylora_worker.models.cuda.kernels.lora import LoraRows
 from manylora_worker.models.decoder.weights import RecurrentMixer
 from manylora_worker.models.layers.recurrent import RecurrentShape
@@ -97,9 +105,14 @@ class DeltaPass:
             skip=layer.D if shape.is_mamba else None,
             pdl=pdl,
         )
-        norm, shared = layer.norm, {}
-        if isinstance(norm, SharedGatedNorm):  # the gates are used up: their place serves
-            squares = self._gates.view(-1)[:rows]
-            shared = {"squares": squares, "sum_squares": norm.group.all_reduce, "width": norm.width}
-        eps = norm.variance_epsilon
-        gated_norm(ruled, whole, out, weight=norm.weight, eps=eps, shape=shape, num_rows=num_rows, **shared, pdl=pdl)
+        self._norm(layer.norm, ruled, whole, out, num_rows)
+
+    def _norm(self, norm: Any, x: Tensor, product: Tensor, out: Tensor, num_rows: Tensor) -> None:
+        weight, eps, pdl = norm.weight, norm.variance_epsilon, self._pdl
+        if isinstance(norm, SharedGatedNorm):
+            squares = self._gates.view(-1)[: x.shape[0]]  # which are used up
+            gate_rows(x, product, squares, num_rows=num_rows, pdl=pdl)
+            norm.group.all_reduce(squares)
+            norm_by_squares(x, squares, out, weight=weight, eps=eps, width=norm.width, num_rows=num_rows, pdl=pdl)
+        else:
+            gated_norm(x, product, out, weight=weight, eps=eps, shape=self._shape, num_rows=num_rows, pdl=pdl)

@@ -6,7 +6,6 @@ their sequences' tables (layers/recurrence.py), and are read and written in plac
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import triton
@@ -310,10 +309,9 @@ def _gated_norm_kernel(
 
 @triton.jit
 def _norm_of_gated_kernel(
-    x_ptr, product_ptr, out_ptr, weight_ptr, squares_ptr, num_rows_ptr, stride_product, eps, WIDTH: tl.constexpr,
-    VALUES: tl.constexpr, GATES: tl.constexpr, NORMS: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, product_ptr, out_ptr, weight_ptr, num_rows_ptr, stride_product, eps, VALUES: tl.constexpr,
+    BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """GATES alone: x is gated in place, and its squares are summed; NORMS alone: by such sums, of WIDTH values."""
     row = tl.program_id(0).to(tl.int64)
     within = tl.arange(0, BLOCK_V)
     mask = within < VALUES
@@ -324,18 +322,10 @@ def _norm_of_gated_kernel(
     if row >= tl.load(num_rows_ptr):
         return
     x = tl.load(x_ptr + row * VALUES + within, mask=mask, other=0.0)
-    if GATES:
-        gate = tl.load(product_ptr + row * stride_product + within, mask=mask, other=0.0).to(tl.float32)
-        x *= gate / (1.0 + tl.exp(-gate))
-        squares = tl.sum(x * x, 0)
-    else:
-        squares = tl.load(squares_ptr + row)
-    if NORMS:
-        scale = tl.rsqrt(squares / WIDTH + eps)
-        tl.store(out_ptr + row * VALUES + within, x * scale * weight, mask=mask)
-    else:
-        tl.store(x_ptr + row * VALUES + within, x, mask=mask)
-        tl.store(squares_ptr + row, squares)
+    gate = tl.load(product_ptr + row * stride_product + within, mask=mask, other=0.0).to(tl.float32)
+    x *= gate / (1.0 + tl.exp(-gate))
+    scale = tl.rsqrt(tl.sum(x * x, 0) / VALUES + eps)
+    tl.store(out_ptr + row * VALUES + within, x * scale * weight, mask=mask)
 
 
 def gated_norm(
@@ -347,36 +337,84 @@ def gated_norm(
     eps: float,
     shape: RecurrentShape,
     num_rows: Tensor,
-    squares: Tensor | None = None,
-    sum_squares: Callable[[Tensor], None] | None = None,
-    width: int = 0,
     pdl: bool,
 ) -> None:
     """x, out: [rows, value heads * value_dim], the former in float32; normed by heads, times silu of the gates. Mamba's
     is times those first, and normed whole.
-
-    sum_squares: of Mamba's, over ranks, in place: `squares`, float32 [rows]. width: values of all ranks.
     """
     if shape.is_mamba:
         block_v = triton.next_power_of_2(shape.values)
-
-        def run(*, gates: bool, norms: bool) -> None:
-            _norm_of_gated_kernel[(x.shape[0],)](
-                x, product, out, weight, squares, num_rows, product.stride(0), eps, WIDTH=width or shape.values,
-                VALUES=shape.values, GATES=gates, NORMS=norms, BLOCK_V=block_v, PDL=pdl,
-                num_warps=min(8, max(1, block_v // 512)), launch_pdl=pdl,
-            )  # fmt: skip
-
-        if sum_squares is None:
-            run(gates=True, norms=True)
-            return
-        assert squares is not None
-        run(gates=True, norms=False)
-        sum_squares(squares)
-        run(gates=False, norms=True)
+        _norm_of_gated_kernel[(x.shape[0],)](
+            x, product, out, weight, num_rows, product.stride(0), eps, VALUES=shape.values, BLOCK_V=block_v, PDL=pdl,
+            num_warps=min(8, max(1, block_v // 512)), launch_pdl=pdl,
+        )  # fmt: skip
         return
     _gated_norm_kernel[(x.shape[0], shape.value_heads)](
         x, product, out, weight, num_rows, product.stride(0), eps, CHANNELS=shape.channels,
         VALUE_HEADS=shape.value_heads, VALUE_DIM=shape.value_dim, BLOCK_V=triton.next_power_of_2(shape.value_dim),
         PDL=pdl, num_warps=1, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@triton.jit
+def _gate_kernel(
+    x_ptr, product_ptr, squares_ptr, num_rows_ptr, stride_product, VALUES: tl.constexpr, BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    within = tl.arange(0, BLOCK_V)
+    mask = within < VALUES
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if row >= tl.load(num_rows_ptr):
+        return
+    x = tl.load(x_ptr + row * VALUES + within, mask=mask, other=0.0)
+    gate = tl.load(product_ptr + row * stride_product + within, mask=mask, other=0.0).to(tl.float32)
+    x *= gate / (1.0 + tl.exp(-gate))
+    tl.store(x_ptr + row * VALUES + within, x, mask=mask)
+    tl.store(squares_ptr + row, tl.sum(x * x, 0))
+
+
+def gate_rows(x: Tensor, product: Tensor, squares: Tensor, *, num_rows: Tensor, pdl: bool) -> None:
+    """The first part of Mamba's `gated_norm` where ranks have some of its values: x is gated in place.
+
+    squares: float32 [rows], written: each row's sum. Rows that are not there keep theirs.
+    """
+    rows, values = x.shape
+    block_v = triton.next_power_of_2(values)
+    _gate_kernel[(rows,)](
+        x, product, squares, num_rows, product.stride(0), VALUES=values, BLOCK_V=block_v, PDL=pdl,
+        num_warps=min(8, max(1, block_v // 512)), launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@triton.jit
+def _norm_by_squares_kernel(
+    x_ptr, squares_ptr, out_ptr, weight_ptr, num_rows_ptr, eps, WIDTH: tl.constexpr, VALUES: tl.constexpr,
+    BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    within = tl.arange(0, BLOCK_V)
+    mask = within < VALUES
+    weight = tl.load(weight_ptr + within, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if row >= tl.load(num_rows_ptr):
+        return
+    x = tl.load(x_ptr + row * VALUES + within, mask=mask, other=0.0)
+    scale = tl.rsqrt(tl.load(squares_ptr + row) / WIDTH + eps)
+    tl.store(out_ptr + row * VALUES + within, x * scale * weight, mask=mask)
+
+
+def norm_by_squares(
+    x: Tensor, squares: Tensor, out: Tensor, *, weight: Tensor, eps: float, width: int, num_rows: Tensor, pdl: bool
+) -> None:
+    """The second part. squares: of all `width` values of a row, on whichever ranks."""
+    rows, values = x.shape
+    block_v = triton.next_power_of_2(values)
+    _norm_by_squares_kernel[(rows,)](
+        x, squares, out, weight, num_rows, eps, WIDTH=width, VALUES=values, BLOCK_V=block_v, PDL=pdl,
+        num_warps=min(8, max(1, block_v // 512)), launch_pdl=pdl,
     )  # fmt: skip

@@ -98,7 +98,7 @@ def _load_low_rank(at, mask, stride_split, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def add_by_tile(
+def _add_slot(
     acc, adapters, pairs, expert, columns, column_mask, SLOT: tl.constexpr, weights_ptr, table_ptr, low_rank_ptr,
     stride_entry, stride_split, stride_pair, N: tl.constexpr, SLOTS: tl.constexpr, MAX_RANK: tl.constexpr,
     A_GROUPS: tl.constexpr, SPLITS: tl.constexpr, TRANSPOSED: tl.constexpr,
@@ -134,6 +134,26 @@ def add_by_tile(
                     acc = tl.where(own[:, None], acc + part, acc)
         adapter = _next_adapter(adapters, adapter)
     return acc
+
+
+@triton.jit
+def add_by_tile(
+    acc, second, expert, pairs, mask, columns, column_mask, weights_ptr, table_ptr, row_adapters_ptr, low_rank_ptr,
+    stride_entry, stride_split, stride_pair, N: tl.constexpr, SLOTS: tl.constexpr, TOP_K: tl.constexpr,
+    MAX_RANK: tl.constexpr, A_GROUPS: tl.constexpr, SPLITS: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """A tile's sums of the first slot and, where there are two, the second, with LoRA."""
+    adapters = tl.load(row_adapters_ptr + pairs // TOP_K, mask=mask, other=0)
+    acc = _add_slot(
+        acc, adapters, pairs, expert, columns, column_mask, 0, weights_ptr, table_ptr, low_rank_ptr, stride_entry,
+        stride_split, stride_pair, N, SLOTS, MAX_RANK, A_GROUPS, SPLITS, TRANSPOSED,
+    )  # fmt: skip
+    if SLOTS == 2:
+        second = _add_slot(
+            second, adapters, pairs, expert, columns, column_mask, 1, weights_ptr, table_ptr, low_rank_ptr,
+            stride_entry, stride_split, stride_pair, N, SLOTS, MAX_RANK, A_GROUPS, SPLITS, TRANSPOSED,
+        )  # fmt: skip
+    return acc, second
 
 
 def tile_arguments(rows: ExpertRows | None, unused: Tensor) -> dict[str, Any]:

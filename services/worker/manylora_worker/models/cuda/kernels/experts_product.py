@@ -71,16 +71,10 @@ def _product_kernel(
         if HALVES == 2:
             second += tl.load(bias + N, mask=column_mask, other=0.0).to(tl.float32)[:, None]
     if HAS_LORA:
-        adapters = tl.load(row_adapters_ptr + pairs // TOP_K, mask=mask, other=0)
-        acc = add_by_tile(
-            acc, adapters, pairs, expert, columns, column_mask, 0, weights_ptr, table_ptr, low_rank_ptr, stride_entry,
-            stride_split, stride_pair, N, HALVES, MAX_RANK, A_GROUPS, SPLITS, True,
+        acc, second = add_by_tile(
+            acc, second, expert, pairs, mask, columns, column_mask, weights_ptr, table_ptr, row_adapters_ptr,
+            low_rank_ptr, stride_entry, stride_split, stride_pair, N, HALVES, TOP_K, MAX_RANK, A_GROUPS, SPLITS, True,
         )  # fmt: skip
-        if HALVES == 2:
-            second = add_by_tile(
-                second, adapters, pairs, expert, columns, column_mask, 1, weights_ptr, table_ptr, low_rank_ptr,
-                stride_entry, stride_split, stride_pair, N, HALVES, MAX_RANK, A_GROUPS, SPLITS, True,
-            )  # fmt: skip
     at = out_ptr + pairs.to(tl.int64)[None, :] * stride_out + columns[:, None]
     out_mask = mask[None, :] & column_mask[:, None]
     if GATES:
@@ -228,16 +222,10 @@ def _codes_kernel(
         if HALVES == 2:
             second += tl.load(bias_ptr + w_rows + N, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     if HAS_LORA:
-        adapters = tl.load(row_adapters_ptr + pairs // TOP_K, mask=mask, other=0)
-        acc = add_by_tile(
-            acc, adapters, pairs, expert, columns, column_mask, 0, weights_ptr, table_ptr, low_rank_ptr, stride_entry,
-            stride_split, stride_pair, N, HALVES, MAX_RANK, A_GROUPS, SPLITS, False,
+        acc, second = add_by_tile(
+            acc, second, expert, pairs, mask, columns, column_mask, weights_ptr, table_ptr, row_adapters_ptr,
+            low_rank_ptr, stride_entry, stride_split, stride_pair, N, HALVES, TOP_K, MAX_RANK, A_GROUPS, SPLITS, False,
         )  # fmt: skip
-        if HALVES == 2:
-            second = add_by_tile(
-                second, adapters, pairs, expert, columns, column_mask, 1, weights_ptr, table_ptr, low_rank_ptr,
-                stride_entry, stride_split, stride_pair, N, HALVES, MAX_RANK, A_GROUPS, SPLITS, False,
-            )  # fmt: skip
     at = out_ptr + pairs.to(tl.int64)[:, None] * stride_out + columns[None, :]
     out_mask = mask[:, None] & column_mask[None, :]
     if GATES:
