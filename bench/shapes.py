@@ -127,7 +127,8 @@ def random_share(
         for name, parameter in model.named_parameters():
             parameter.fill_(1.0) if "norm" in name else parameter.normal_(std=0.02)
     body = model.get_decoder()
-    body.rotary_emb = type(body.rotary_emb)(model.config).to(group.device)
+    if body.rotary_emb is not None:
+        body.rotary_emb = type(body.rotary_emb)(model.config).to(group.device)
     return model, modules
 
 
