@@ -111,7 +111,7 @@ def test_a_model_is_scaled_from_one_of_its_kind() -> None:
 
 
 MEASURED = [
-    ("H100", SHAPE.name, "fp8", "engine-fp8.jsonl"),
+    *(("H100", SHAPE.name, kind, f"engine-{kind}.jsonl") for kind in ("fp8", "int4", "nf4")),
     *(("H200", SHAPE.name, kind, f"engine-{kind}.jsonl") for kind in ("int4", "nf4")),
     ("H100", "30b-a3b", "fp8", "engine-mixture.jsonl"),
     *(("H200", "30b-a3b", kind, "engine-mixture.jsonl") for kind in ("fp8", "int4", "nf4")),
