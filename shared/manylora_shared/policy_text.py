@@ -18,7 +18,7 @@ def given(values: object, indent: str) -> list[str]:
 
 def scalar(value: Value) -> str:
     if isinstance(value, tuple):
-        return json.dumps(value)
+        return json.dumps(value, ensure_ascii=False)  # as \ud842\udfb7 a character is none to YAML
     if isinstance(value, str):
         return f'"{value}"'
     if isinstance(value, float):  # never as 1e-06

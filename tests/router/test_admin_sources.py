@@ -67,6 +67,7 @@ def test_a_tenant_names_what_a_rule_lets_it(made: Sources, url: str, tenants: st
         *("s3://team-a/live/../other", "s3://team-a/live//x", "s3:///x", "s3://key:secret@team-a/live", "s3://a/b%2e"),
         *("https://models.example/a/../b", "https://u:p@models.example/a", "https://models.example/a?x=1", "https://"),
         *("https://models.example/a/%2e%2e/b", "https://Models.example/a", "http://models.example/a", "file:///etc"),
+        *("https://[::1", "https://h:99999/x", "https://h:x/y", "https://h:0/x"),
         *("hf://team-a", "hf://../x", "hf://team-a/x@a/b", "gopher://x/", "s3://a/" + "x" * 2000, "s3://a/b\nc"),
     ],
 )

@@ -13,6 +13,7 @@ from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import AdapterRecord
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.stores.adapter_files import WEIGHTS_NAME
+from manylora_shared.tenancy.policy import parse_policy
 from router_fakes import ADAPTER_BYTES, ADMIN, LIST_MODELS, RouterCluster, say, simulate, text_request, until
 from test_admin_adapters import GOOD, call, chunk, header, nothing_is_left, upload
 
@@ -50,6 +51,30 @@ def test_a_bad_policy_changes_nothing() -> None:
         assert error.value.code is Code.INVALID_ARGUMENT
         assert [v.field for v in error.value.violations] == ["classes.batch.weight", "x"]
         assert await cluster.store.get(keys.tenant("acme")) == before
+
+    simulate(test)
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        (["𠮷野家", "😀 GmbH"], ""),
+        ([f"имя-{i}" for i in range(200)], ""),
+        ([f"{i:03}" + "x" * 58 for i in range(256)], "more than 16384"),
+    ],
+)
+def test_a_policy_that_is_applied_can_be_read_again(names: list[str], problem: str) -> None:
+    async def test(cluster: RouterCluster) -> None:
+        document = f"tenant_id: new\nsecurity: {{scrub_names: [{','.join(names)}]}}\n"
+        if problem:
+            with pytest.raises(RpcError, match=problem) as error:
+                await call(cluster, "ApplyTenant", policy_yaml=document)
+            assert error.value.code is Code.INVALID_ARGUMENT
+            return
+        await call(cluster, "ApplyTenant", policy_yaml=document)
+        got = (await call(cluster, "GetTenant", tenant_id="new")).tenant
+        assert parse_policy(got.policy_yaml).security.scrub_names == tuple(names)
+        assert (await cluster.ask(text_request(), x_tenant_id="new")).error is None
 
     simulate(test)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from ledger_rig import POINTS, SEGMENT, Kept, MemorySink, Rig, Router
+from manylora_router.ledger import shipping
 from manylora_router.ledger.log import Lock, segment_path, segments_of
 from manylora_router.ledger.sealing import LogSeals
 from manylora_router.ledger.shipping import Shipper
@@ -188,4 +189,29 @@ def test_its_thread_goes_on_when_the_sink_is_back(tmp_path: Path) -> None:
     assert (sink.rows["r1"].price_nanos, sink.rows["r7"].price_nanos) == (0, 5)  # a row that is ended has its price
     assert (shipper.counts.shipped, shipper.counts.lost) == (2, 1)
     assert shipper.close(30.0)
+    router.die()
+
+
+def test_folders_that_are_no_logs_or_cannot_be_read_hold_up_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    router = Router(tmp_path, "router", MemorySink())
+    foreign, unreadable = tmp_path / "lost+found", tmp_path / "another-uid"
+    for folder in (foreign, unreadable):
+        folder.mkdir()
+    (unreadable / "lock").touch()
+    real = shipping.is_log
+
+    def is_log(folder: Path) -> bool:
+        if folder == unreadable:
+            raise PermissionError(13, "Permission denied")
+        return real(folder)
+
+    monkeypatch.setattr(shipping, "is_log", is_log)
+    for _ in range(2):
+        router.shipper.adopt()
+    assert foreign.is_dir()
+    assert [record.message for record in caplog.records] == [
+        "a ledger's log is left alone: [Errno 13] Permission denied"
+    ]
     router.die()

@@ -30,6 +30,7 @@ from manylora_scheduler.core.reports import FlowTokens
 from manylora_scheduler.core.succession import ClockSnapshot
 from manylora_scheduler.gates.overload import OverloadGate
 from manylora_scheduler.gates.pools import Pools
+from manylora_scheduler.serving.clock_codec import Legacy, decode, encode
 from manylora_shared.coordination.pool import MAX_POOLS
 from manylora_shared.errors import Code
 from manylora_shared.fairness.queue_succession import FlowSnapshot, Snapshot
@@ -144,6 +145,30 @@ def test_there_are_no_more_pools_than_may_be() -> None:
     assert isinstance(refusal, SendRefusal)
     assert refusal.code is Code.UNAVAILABLE
     assert "pool more is none of the 64" in refusal.message
+
+
+def test_pools_that_nobody_uses_make_room_and_the_rest_outlasts_its_leader() -> None:
+    """Names of releases, one after another."""
+    house = House()
+    house.worker("kept", "kept")
+    house.ask("waits", "waits")
+    for i in range(2 * MAX_POOLS):
+        house.worker(f"w{i}", f"release-{i}")
+        assert granted(house.ask(f"r{i}", f"release-{i}")) == [(f"r{i}", f"w{i}")]
+        house.do(WorkerReported(WorkerId(f"w{i}"), report(slots=1, finished=[f"r{i}"])))
+        house.do(WorkerLeft(WorkerId(f"w{i}")))
+    assert len(house.pools.gates) == MAX_POOLS
+    assert {"kept", "waits", DEFAULT_POOL, f"release-{2 * MAX_POOLS - 1}"} <= house.pools.gates.keys()
+    found = decode(b"".join(encode(Legacy(house.pools.clocks(), {}))))
+    assert found.clocks.keys() == house.pools.gates.keys()
+
+
+def test_as_many_pools_with_workers_as_there_may_be_stand_beside_the_default_one() -> None:
+    house = House()
+    for i in range(MAX_POOLS):
+        house.worker(f"w{i}", f"p{i}")
+    clocks = decode(b"".join(encode(Legacy(house.pools.clocks(), {})))).clocks
+    assert len(clocks) == MAX_POOLS + 1
 
 
 def test_each_pools_clock_goes_on_under_the_next_leader() -> None:

@@ -15,6 +15,7 @@ from manylora_scheduler.gates.recent_use import (
     UseShares,
 )
 from manylora_shared.composition import Part, key_of
+from manylora_shared.coordination.pool import MAX_POOLS
 from manylora_shared.ids import AdapterUid, TenantId
 
 A, B = TenantId("a"), TenantId("b")
@@ -67,3 +68,15 @@ def test_what_is_known_is_bounded() -> None:
         use.used(TenantId(f"t{number}"), AdapterUid("u"), 0.0)
     assert len(use._scores) == MAX_TENANTS
     assert TenantId("t0") not in use._scores
+
+
+def test_a_pool_that_was_asked_little_of_late_makes_room_for_a_new_one() -> None:
+    shares, one = UseShares(), key_of([Part(AdapterUid("u"), 1.0)])
+    for number in range(MAX_POOLS):
+        shares.asked(f"p{number}", TenantId("t"), one, 0.0)
+    shares.asked("p0", TenantId("t"), one, 0.0)
+    for _ in range(200):
+        shares.asked("new", TenantId("t"), one, 1.0)
+    assert [use.pool for use in shares.shares(1.0)] == ["new"]
+    assert len(shares._totals) == len(shares._scores) == MAX_POOLS
+    assert "p0" in shares._totals

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from manylora_scheduler.config import SchedulerConfig
 from manylora_shared.coordination import keys
-from manylora_shared.coordination.records import SchedulerRecord
+from manylora_shared.coordination.records import SchedulerRecord, WorkerRecord
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.fairness.seam import TAG_SCALE
 
@@ -142,5 +143,31 @@ def test_the_next_leader_has_the_last_ones_clock(planned: bool) -> None:
             await asyncio.sleep(5)
         worker.end("a")
         assert (await router.answer()).request_id == "b"
+
+    play(scenario)
+
+
+def test_a_worker_that_comes_back_in_time_has_the_facts_of_its_new_life() -> None:
+    async def scenario(cluster: Cluster) -> None:
+        app = await cluster.scheduler("s0")
+        await cluster.leader()
+        worker = await cluster.worker("w0")
+        stored = await cluster.store.get(keys.worker("w0"))
+        assert stored is not None
+        await asyncio.sleep(1)
+        record = replace(WorkerRecord.from_json(stored.value), max_context_tokens=5000, merge_problem="quantized")
+
+        def facts() -> list[tuple[int, bool]]:
+            assert app.term is not None
+            return [(each.max_context_tokens, each.can_merge) for _, each in app.term.pools.workers]
+
+        before = facts()
+        await cluster.store.put(stored.key, record.to_json())
+        await asyncio.sleep(1)
+        assert facts() == before, "the same process"
+        await cluster.store.put(stored.key, replace(record, started_unix_s=5.0).to_json())
+        await asyncio.sleep(1)
+        assert facts() == [(5000, False)]
+        assert len(worker.epochs) == 2
 
     play(scenario)

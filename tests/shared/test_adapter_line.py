@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,6 +55,15 @@ def test_promote_and_roll_back_go_back_as_far_as_promotions_went() -> None:
     with pytest.raises(LineProblem, match="no version was in force before"):
         line.roll_back(3.0).roll_back(4.0).roll_back(5.0)
     assert line.roll_back(3.0).promote(3, 4.0).roll_back(5.0).in_force.number == 2
+
+
+def test_a_promotion_is_remembered_behind_any_number_of_other_changes() -> None:
+    line = line_of(2).promote(2, 1.0)
+    for number in range(2 * MAX_EVENTS):
+        line, _ = line.add(replace(version(f"rejected-{number}"), state="rejected"), 2.0)
+    assert len(line.events) == MAX_EVENTS
+    assert line.events[-1].number == line.versions[-1].number
+    assert line.roll_back(3.0).in_force.number == 1
 
 
 def test_a_rollback_ends_a_rollout_first() -> None:

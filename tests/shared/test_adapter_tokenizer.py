@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from manylora_shared.errors import InvalidRequest
+from manylora_shared.stores import adapter_tokenizer
 from manylora_shared.stores.adapter_tokenizer import BroughtTokenizer, brought_by, differences
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -71,3 +72,34 @@ def test_only_what_differs_is_named() -> None:
     assert template.field == "chat_template"
     assert tokens.field == "added_tokens"
     assert "'<s>', '<t>', '<u>' and 2 more" in tokens.description
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"tokenizer.json": {"model": "x" * 100_000, "added_tokens": [{"id": 8, "content": "<b>"}]}}, {"<b>": 8}),
+        ({"tokenizer_config.json": {"x": "x" * 100_000, "added_tokens_decoder": {"7": {"content": "ü"}}}}, {"ü": 7}),
+    ],
+)
+def test_large_files_are_read_by_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, Any], expected: dict[str, int]
+) -> None:
+    def parsed_here(folder: Path) -> None:
+        raise AssertionError("this one's requests would wait")
+
+    monkeypatch.setattr(adapter_tokenizer, "_read", parsed_here)
+    assert lay(tmp_path, files) == BroughtTokenizer("", expected)
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ({"tokenizer.json": "[" * 100_000}, "tokenizer.json: is not JSON"),
+        ({"tokenizer_config.json": {"chat_template": "x" * (2 << 20)}}, "has a template of more than"),
+        ({"added_tokens.json": {"x" * (2 << 20): 1}}, "the tokens have more than"),
+        ({"tokenizer_config.json": "[" + "[]," * (21 << 20) + "[]]"}, "MiB of memory"),
+    ],
+)
+def test_large_files_that_cannot_be_read(tmp_path: Path, files: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidRequest, match=told):
+        lay(tmp_path, files)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from manylora_shared.errors import Overloaded
+from manylora_shared.errors import InvalidRequest, Overloaded
 from manylora_shared.ids import AdapterUid
 from manylora_shared.stores.disk_cache import DiskCache
 
@@ -39,8 +39,19 @@ def test_what_is_read_stays_and_then_there_may_be_no_room(tmp_path: Path) -> Non
         assert cache.has(UIDS[0])
     put(cache, UIDS[1])
     assert [cache.has(uid) for uid in UIDS[:2]] == [False, True]
-    with pytest.raises(Overloaded):
-        put(cache, UIDS[2], 101)
+
+
+def test_nothing_goes_for_what_finds_no_room_anyway(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path, 300)
+    for uid in UIDS[:3]:
+        put(cache, uid)
+    with pytest.raises(InvalidRequest, match="even empty"):
+        put(cache, UIDS[3], 301)
+    with cache.held(UIDS[0]), pytest.raises(Overloaded):
+        put(cache, UIDS[3], 201)
+    assert [cache.has(uid) for uid in UIDS] == [True, True, True, False]
+    put(cache, UIDS[3], 300)
+    assert [cache.has(uid) for uid in UIDS] == [False, False, False, True]
 
 
 def test_a_failed_and_a_crashed_write_leave_nothing(tmp_path: Path) -> None:

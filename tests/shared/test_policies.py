@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from manylora_shared.coordination import keys
+from manylora_shared.coordination.base import KeyValue
 from manylora_shared.coordination.policies import PolicyMirror, stored_policy
 from manylora_sim.loop import run
 from manylora_sim.store import MemoryStoreServer
@@ -89,5 +90,19 @@ def test_a_service_that_starts_finds_what_was_applied_before_a_hand_broke_it(wro
         assert mirror.values["new"].problem.endswith("requests are refused until a policy is applied")
         assert (mirror.values["acme"].in_force, mirror.values["acme"].problem) == (b"tenant_id: acme\n", "")
         await mirror.close()
+
+    run(main(), seed=1)
+
+
+def test_a_document_under_the_revision_of_another_is_read() -> None:
+    """As after a store was restored from a backup."""
+
+    async def main() -> None:
+        mirror = PolicyMirror(MemoryStoreServer().client(), lambda tenant, stored: None)
+        for limit in (1, 2):
+            document = f"tenant_id: acme\nquotas: {{max_output_tokens: {limit}}}\n".encode()
+            kv = KeyValue(keys.tenant("acme"), document, create_revision=7, mod_revision=7, version=1)
+            mirror._values["acme"] = mirror._stored(kv)
+            assert mirror.values["acme"].in_force == document
 
     run(main(), seed=1)

@@ -16,7 +16,7 @@ class Values:
     name: str = "007"
     nothing: int | None = None
     none: tuple[str, ...] = ()
-    names: tuple[str, ...] = ('O\'Neil "x"', "名", "yes")
+    names: tuple[str, ...] = ('O\'Neil "x"', "名", "𠮷野家", "yes")
 
 
 def test_what_is_written_is_read_again() -> None:
@@ -27,6 +27,6 @@ def test_what_is_written_is_read_again() -> None:
         "count": 3,
         "is_on": True,
         "name": "007",
-        "names": ['O\'Neil "x"', "名", "yes"],
+        "names": ['O\'Neil "x"', "名", "𠮷野家", "yes"],
     }
     assert scalar(2.50) == "2.5"

@@ -44,10 +44,18 @@ def test_a_private_host_is_not_dialled_unless_an_operator_chose_it(site: Site) -
     folder.close()
 
 
+UNREAL = ("https://host:99999/x", "https://[::1/x", "https://[x]/y", "/a/ü")
+
+
 def test_a_redirect_leads_to_no_other_private_host_and_carries_no_token(site: Site) -> None:
     folder = WebFolder(f"{site.base}/a/", token="secret", is_trusted=True)
     with site_of() as other:
-        for target in (f"{other.base}/a/{CONFIG_NAME}", f"{other.base.replace('http', 'https')}/a/x", "file:///etc/x"):
+        for target in (
+            f"{other.base}/a/{CONFIG_NAME}",
+            f"{other.base.replace('http', 'https')}/a/x",
+            "file:///etc/x",
+            *UNREAL,
+        ):
             site.redirects = {f"/a/{CONFIG_NAME}": target}
             with pytest.raises(InvalidRequest):
                 folder.open(CONFIG_NAME)

@@ -53,7 +53,8 @@ class PolicyMirror(Mirror[StoredPolicy]):
     def _stored(self, kv: KeyValue) -> StoredPolicy:
         tenant_id = kv.key.removeprefix(keys.TENANTS)
         before = self.values.get(tenant_id)
-        if before is not None and before.mod_revision == kv.mod_revision:
+        # a store that was restored may have another document under the same revision
+        if before is not None and (before.mod_revision, before.document) == (kv.mod_revision, kv.value):
             return before
         last = before.in_force if before is not None else self._applied.pop(tenant_id, None)
         if last is None and not self._ready.is_set():  # of very many, and all but these few are as they were applied

@@ -153,6 +153,11 @@ class WorkerRecord(_JsonRecord):
         return keys.worker(self.worker_id)
 
     @property
+    def life(self) -> tuple[str, str, float]:
+        """Where it differs, it is another process, or one of another pool."""
+        return self.address, self.pool, self.started_unix_s
+
+    @property
     def computes(self) -> tuple[str, str, str, str, int]:
         """What all workers of a pool have alike."""
         return self.model_digest, self.dtype, self.quantization, self.rotation, self.protocol

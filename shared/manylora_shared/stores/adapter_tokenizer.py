@@ -5,6 +5,11 @@ which alone counts, and a rotation of positions (adapter_rope.py).
 from __future__ import annotations
 
 import json
+import logging
+import resource
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,13 +18,20 @@ from typing import Any
 from manylora_shared.errors import FieldViolation, InvalidRequest, shown
 from manylora_shared.stores.adapter_rope import rope_beside
 
+_LOG = logging.getLogger(__name__)
 TEMPLATE_NAME = "chat_template.jinja"
 _MODEL_CONFIG = "config.json"
 FILE_NAMES = (TEMPLATE_NAME, "tokenizer_config.json", "tokenizer.json", "added_tokens.json", _MODEL_CONFIG)
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_TOKENS = 16_384
+MAX_TOKENS_CHARS = 1 << 20
 MAX_FILE_BYTES = 64 << 20
+MAX_IN_PLACE_BYTES = 1 << 16
+_APART_S = 30.0
+_APART_BYTES = 1 << 30
+_APART = threading.BoundedSemaphore(2)  # processes at a time: they have the host's memory
 _MAX_TOLD = 3
+_MAX_TOLD_BYTES = 2000
 
 
 @dataclass(frozen=True)
@@ -34,6 +46,39 @@ def brought_by(folder: Path, *, follows_links: bool) -> BroughtTokenizer:
     linked = [name for name in FILE_NAMES if (folder / name).is_symlink()]
     if linked and not follows_links:
         raise InvalidRequest.of(linked[0], "is a symbolic link; the store follows none")
+    sizes_bytes = [path.stat().st_size for name in FILE_NAMES if (path := folder / name).is_file()]
+    return _read_apart(folder) if max(sizes_bytes, default=0) > MAX_IN_PLACE_BYTES else _read(folder)
+
+
+def _read_apart(folder: Path) -> BroughtTokenizer:
+    """By another process: a parser of a large file holds the interpreter, and with it everybody's requests."""
+    command = [sys.executable, "-m", __name__, str(folder)]
+    try:
+        with _APART:
+            found = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_APART_S, check=False
+            )
+    except subprocess.TimeoutExpired as e:
+        raise InvalidRequest.of("tokenizer.json", f"takes more than {_APART_S} s to read") from e
+    if found.returncode:
+        _LOG.warning("a tokenizer was not read: %s", found.stderr[-_MAX_TOLD_BYTES:].decode(errors="replace"))
+        raise InvalidRequest.of("tokenizer.json", f"takes more than {_APART_BYTES >> 20} MiB of memory to read")
+    answer = json.loads(found.stdout)
+    if "problem" in answer:
+        raise InvalidRequest.of(*answer["problem"])
+    return BroughtTokenizer(**answer)
+
+
+def _main(folder: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (_APART_BYTES, _APART_BYTES))
+    try:
+        answer: dict[str, Any] = vars(_read(folder))
+    except InvalidRequest as e:
+        answer = {"problem": [e.violations[0].field, e.violations[0].description]}
+    json.dump(answer, sys.stdout)
+
+
+def _read(folder: Path) -> BroughtTokenizer:
     config = _object_of(folder / "tokenizer_config.json")
     template = _template_of(folder / TEMPLATE_NAME, config.get("chat_template"))
     added: dict[str, int] = {}
@@ -48,6 +93,8 @@ def brought_by(folder: Path, *, follows_links: bool) -> BroughtTokenizer:
         raise InvalidRequest.of(
             "added_tokens", f"the adapter's folder adds {len(added)} tokens, more than {MAX_TOKENS}"
         )
+    if sum(map(len, added)) > MAX_TOKENS_CHARS:
+        raise InvalidRequest.of("added_tokens", f"the tokens have more than {MAX_TOKENS_CHARS} characters")
     return BroughtTokenizer(template, added, rope_beside(_object_of(folder / _MODEL_CONFIG)))
 
 
@@ -84,7 +131,11 @@ def _template_of(path: Path, in_config: Any) -> str:
         given = [each for each in in_config if isinstance(each, dict) and isinstance(each.get("name"), str)]
         named = {each["name"]: each.get("template") for each in given}
         in_config = named.get("default", next(iter(named.values()), ""))
-    return in_config if isinstance(in_config, str) else ""
+    if not isinstance(in_config, str):
+        return ""
+    if len(in_config) > MAX_TEMPLATE_BYTES:
+        raise InvalidRequest.of("tokenizer_config.json", f"has a template of more than {MAX_TEMPLATE_BYTES} characters")
+    return in_config
 
 
 def _added_in(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -115,3 +166,7 @@ def _text_of(path: Path, limit: int) -> str:
         return path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as e:
         raise InvalidRequest.of(path.name, "cannot be read as text") from e
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))

@@ -16,8 +16,9 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
-from manylora_shared.errors import Overloaded
+from manylora_shared.errors import InvalidRequest, Overloaded
 from manylora_shared.ids import AdapterUid, is_uid
 from manylora_shared.stores.adapter_files import INCOMING, OBJECTS
 
@@ -48,7 +49,8 @@ class DiskCache:
         """fill: writes files of these names and sizes into a folder; where it raises, nothing has changed.
 
         Raises:
-            Overloaded: what is in use leaves no room.
+            InvalidRequest: an empty cache would have no room.
+            Overloaded: what is in use leaves none.
         """
         folder = self._incoming / secrets.token_hex(16)
         with _locked(self._incoming, fcntl.LOCK_EX):
@@ -90,15 +92,22 @@ class DiskCache:
         over_bytes = self.used_bytes + size_bytes - self._max_bytes
         if over_bytes <= 0:
             return
-        for folder in sorted(self._objects.iterdir(), key=_last_use):
+        by_age = sorted(self._objects.iterdir(), key=_last_use)
+        if sum(_bytes_of(folder) for folder in by_age if not _is_held(folder)) < over_bytes:
+            self._refuse(size_bytes)  # before anything goes for nothing
+        for folder in by_age:
             freed_bytes = _bytes_of(folder)
             if self._evict(folder):
                 over_bytes -= freed_bytes
             if over_bytes <= 0:
                 return
-        raise Overloaded(
-            f"the disk cache of {self._max_bytes} bytes has no room for {size_bytes} more", retry_after_s=_RETRY_S
-        )
+        self._refuse(size_bytes)
+
+    def _refuse(self, size_bytes: int) -> NoReturn:
+        told = f"the disk cache of {self._max_bytes} bytes has no room for {size_bytes}"
+        if size_bytes > self._max_bytes:
+            raise InvalidRequest.of("adapter", f"{told}, even empty")
+        raise Overloaded(f"{told} more", retry_after_s=_RETRY_S)
 
     def _evict(self, folder: Path) -> bool:
         try:
@@ -133,6 +142,16 @@ def _locked(folder: Path, kind: int) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _is_held(folder: Path) -> bool:
+    try:
+        with _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            return False
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
 
 
 def _sync(folder: Path) -> None:

@@ -100,8 +100,10 @@ class WebFolder:
                 answer = self._answer = self._get(url)
             except (OSError, http.client.HTTPException) as error:
                 raise ServiceUnavailable(f"{_FIELD}: cannot be reached now", retry_after_s=_RETRY_S) from error
+            except ValueError as error:  # of a port or a bracket that is none, of letters that no request line has
+                raise InvalidRequest.of(_FIELD, "leads to what is no address") from error
             if answer.status in (301, 302, 303, 307, 308):
-                url = urljoin(url, answer.headers.get("location", ""))
+                url = _joined(url, answer.headers.get("location", ""))
                 continue
             if answer.status in (404, 410):
                 return None
@@ -155,6 +157,13 @@ class WebFolder:
             except (OSError, ValueError, http.client.HTTPException) as error:
                 self._drop()
                 raise ServiceUnavailable(f"{_FIELD}: {name} broke off", retry_after_s=_RETRY_S) from error
+
+
+def _joined(url: str, location: str) -> str:
+    try:
+        return urljoin(url, location)
+    except ValueError as error:
+        raise InvalidRequest.of(_FIELD, "leads to what is no address") from error
 
 
 def _dial(host: str, port: int, *, is_trusted: bool) -> socket.socket:

@@ -271,8 +271,16 @@ class Line:
             in_force=in_force or self.in_force,
             others=self.others if others is None else others,
             rollouts=self.rollouts if rollouts is None else rollouts,
-            events=(*self.events, event)[-MAX_EVENTS:],
+            events=_kept((*self.events, event)),
         )
+
+
+def _kept(events: tuple[LineEvent, ...]) -> tuple[LineEvent, ...]:
+    """Of the older half what changed the version in force stays longest: a rollback goes by it."""
+    if len(events) <= MAX_EVENTS:
+        return events
+    oldest = next((i for i, event in enumerate(events[: MAX_EVENTS // 2]) if event.before in (0, event.number)), 0)
+    return (*events[:oldest], *events[oldest + 1 :])
 
 
 def _remembered(others: Iterable[AdapterVersion], newest: int) -> tuple[AdapterVersion, ...]:

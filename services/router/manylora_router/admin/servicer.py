@@ -33,7 +33,7 @@ from manylora_shared.stores.documents import Documents
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.adapter_gate import Verdict
 from manylora_shared.tenancy.adapter_shares import pins_problem
-from manylora_shared.tenancy.policy import TenantPolicy, line_of, parse_policy
+from manylora_shared.tenancy.policy import MAX_DOCUMENT_BYTES, TenantPolicy, line_of, parse_policy
 from manylora_shared.transport.base import Gate, Service
 
 from manylora_router.admin.access.audit import AuditReader
@@ -144,7 +144,7 @@ class AdminServicer:
             line = line_of(request.policy_yaml, "quotas.monthly_spend")
             problem = "cannot act: this cluster's routers have no price list (--prices)"
             raise InvalidRequest.of("quotas.monthly_spend", f"line {line}: {problem}")
-        key, value = keys.tenant(policy.tenant_id), policy.to_yaml().encode()
+        key, value = keys.tenant(policy.tenant_id), _stored_form(policy)
         for _ in range(_MAX_CONFLICTS):
             stored = await self._store.get(key)
             version = stored.version if stored is not None else 0
@@ -413,6 +413,16 @@ class AdminServicer:
 
     async def get_status(self, request: admin_pb2.GetStatusRequest, call: KnownCall) -> admin_pb2.GetStatusResponse:
         return await self._status.told(call.principal.tenant_id or "", call.metadata, local_only=request.local_only)
+
+
+def _stored_form(policy: TenantPolicy) -> bytes:
+    """Raises InvalidRequest where nobody could read it again."""
+    text = policy.to_yaml()
+    if (size_bytes := len(text.encode())) > MAX_DOCUMENT_BYTES:
+        problem = f"has {size_bytes} bytes with every field on a line, more than {MAX_DOCUMENT_BYTES}"
+        raise InvalidRequest.of("policy_yaml", problem)
+    assert parse_policy(text) == policy
+    return text.encode()
 
 
 def refused_by_gate(added: AdapterRecord, report: Report) -> ManyloraError:

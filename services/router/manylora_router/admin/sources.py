@@ -247,10 +247,15 @@ def _check_form(url: str) -> None:
         except ValueError as error:
             problem = str(error)
     elif url.startswith("https://"):
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            has_port = parts.port != 0
+        except ValueError as error:
+            raise InvalidRequest.of("header.source", f"is no address: {error}") from error
         steps = parts.path.strip("/").split("/")
         if (
             not parts.hostname
+            or not has_port
             or any(mark in url for mark in "?#@%\\;")
             or any(s in (".", "..") for s in steps)
             or "//" in parts.path

@@ -46,6 +46,11 @@ class Lock:
         os.close(self._fd)
 
 
+def is_log(folder: Path) -> bool:
+    """Else it is somebody else's, such as a volume's lost+found. Raises OSError."""
+    return any(path.name == _LOCK for path in folder.iterdir())
+
+
 def segments_of(folder: Path) -> list[int]:
     return sorted(int(path.stem) for path in folder.glob(f"*{_SUFFIX}") if path.stem.isdigit())
 

@@ -22,7 +22,7 @@ from manylora_shared.ledger.row import UsageRow
 from manylora_shared.ledger_sinks.base import Sink, SinkDown
 from manylora_shared.telemetry.logs import fields
 
-from manylora_router.ledger.log import Lock, Log, remove_folder, segment_path, segments_of
+from manylora_router.ledger.log import Lock, Log, is_log, remove_folder, segment_path, segments_of
 from manylora_router.ledger.sealing import LogSeals
 
 _LOG = logging.getLogger(__name__)
@@ -60,6 +60,7 @@ class Shipper:
         self._number = (segments_of(log.folder) or [1])[0]
         self._at = 0
         self._replay = Replay()
+        self._left_alone: set[str] = set()  # folders of which the log has told
         self._guard = threading.Condition()
         self._told = threading.Condition()  # that a turn of the thread is over
         self._is_closed = self._is_hurried = False
@@ -103,11 +104,11 @@ class Shipper:
         while True:
             is_last = self._is_closed
             try:
-                if time.monotonic() >= adopt_at and not is_last:
-                    self.adopt()
-                    adopt_at = time.monotonic() + ADOPT_S
                 self._log.wait_durable(_SYNC_S)
                 self.ship()
+                if time.monotonic() >= adopt_at and not is_last:
+                    adopt_at = time.monotonic() + ADOPT_S
+                    self.adopt()
             except Exception as e:
                 self._failed(e)
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
@@ -168,20 +169,28 @@ class Shipper:
             self.counts.shipped += len(rows)
 
     def adopt(self) -> None:
-        """Logs of routers that are gone. Raises SinkDown, OSError."""
+        """Logs of routers that are gone, and that this one may read. Raises SinkDown."""
         for folder in sorted(self._root.iterdir()):
             if folder == self._log.folder or not folder.is_dir():
                 continue
             try:
-                lock = Lock(folder)
-            except BlockingIOError:
-                continue  # its router lives
-            try:
-                self._adopt(folder)
-            except (ValueError, Sealed, SealBroken) as e:
-                _LOG.error("a ledger's log is left alone: %s", e, extra=fields(folder=folder.name))
-            finally:
-                lock.release()
+                self._adopt_unheld(folder)
+            except (OSError, ValueError, Sealed, SealBroken) as e:
+                if folder.name not in self._left_alone:
+                    _LOG.error("a ledger's log is left alone: %s", e, extra=fields(folder=folder.name))
+                self._left_alone.add(folder.name)
+
+    def _adopt_unheld(self, folder: Path) -> None:
+        if not is_log(folder):
+            return
+        try:
+            lock = Lock(folder)
+        except BlockingIOError:
+            return  # its router lives
+        try:
+            self._adopt(folder)
+        finally:
+            lock.release()
 
     def _adopt(self, folder: Path) -> None:
         replay, seal = Replay(), self._seals.of(folder)

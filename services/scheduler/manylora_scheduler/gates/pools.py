@@ -152,7 +152,7 @@ class Pools:
         gate = self.gates.get(pool)
         if gate is not None:
             return gate.apply(event, now)
-        if len(self.gates) >= MAX_POOLS:
+        if not self._make_room():
             message = f"pool {pool} is none of the {MAX_POOLS} that there are"
             return [SendRefusal(event.request, event.session, Code.UNAVAILABLE, message), *self._all(Tick(), now)]
         commands = self._begin(pool, now)
@@ -164,9 +164,23 @@ class Pools:
         if before is not None and before != event.pool:
             commands += self.gates[before].apply(WorkerLeft(event.worker_id), now)
         if event.pool not in self.gates:
+            self._make_room()  # of pools with workers there are no more than that (coordination/pool.py)
             commands += self._begin(event.pool, now)
         self._pool_of[event.worker_id] = event.pool
         return commands + self.gates[event.pool].apply(event, now)
+
+    def _make_room(self) -> bool:
+        """For one more pool: of those without workers and requests, the one that came first goes."""
+        if len(self.gates) < MAX_POOLS:
+            return True
+        of_workers = set(self._pool_of.values())
+        for name, gate in self.gates.items():
+            core = gate.core
+            if gate is self.default or name in of_workers or core.num_queued or core.num_granted or core.is_restoring:
+                continue
+            del self.gates[name]
+            return True
+        return False
 
     def _begin(self, pool: str, now: float) -> list[Command]:
         gate = self.gates[pool] = self._make(pool, None)

@@ -60,7 +60,9 @@ class UseShares:
 
     def asked(self, pool: str, tenant_id: TenantId, key: AdapterKey | None, now: float) -> None:
         if pool not in self._totals and len(self._totals) >= MAX_POOLS:
-            return
+            least = min(self._totals, key=lambda each: _decayed(self._totals[each], now))
+            del self._totals[least]
+            self._scores.pop(least, None)
         self._totals[pool] = (_decayed(self._totals.get(pool, (0.0, now)), now) + 1.0, now)
         uids = uids_of(key) if key is not None else ()
         if len(uids) != 1:

@@ -131,7 +131,7 @@ def decode(data: bytes) -> Legacy:
             if name != "pool":
                 section.take(name, value)
                 continue
-            if not isinstance(value, str) or name_problem(value) or value in sections or len(sections) >= MAX_POOLS:
+            if not isinstance(value, str) or name_problem(value) or value in sections or len(sections) > MAX_POOLS:
                 raise ValueError(f"{str(value)[:40]} is no further pool")
             section = sections[value] = _Section()
     except (zlib.error, TypeError, AttributeError, IndexError, RecursionError) as e:

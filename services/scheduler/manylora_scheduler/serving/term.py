@@ -236,9 +236,10 @@ class Term:
     # ---- workers
 
     def dedicate(self, wanted: Wanted) -> None:
-        now = self._loop.time()
-        for pool, gate in list(self.pools.gates.items()):
-            plan = self._dedications.setdefault(pool, DedicationPlan(now))
+        now, gates = self._loop.time(), dict(self.pools.gates)
+        self._dedications = {pool: self._dedications.get(pool) or DedicationPlan(now) for pool in gates}
+        for pool, gate in gates.items():
+            plan = self._dedications[pool]
             for worker_id, owner in plan.look(wanted.get(pool, {}), gate.core.workers, now):
                 more = fields(worker=worker_id, tenant=owner.tenant_id if owner else "", pool=pool)
                 _LOG.info("a worker is dedicated" if owner else "a worker goes back to everybody", extra=more)
@@ -247,7 +248,7 @@ class Term:
     def worker_changed(self, worker_id: WorkerId, record: WorkerRecord | None) -> None:
         """None: its record went."""
         line = self._workers.get(worker_id)
-        if line is not None and (record is None or (record.address, record.pool) != (line.address, line.pool)):
+        if line is not None and (record is None or record.life != line.life):
             self._end_line(worker_id)
             self.post(WorkerLeft(worker_id))
         if record is not None and worker_id not in self._workers:
@@ -257,7 +258,7 @@ class Term:
             self._workers[worker_id] = WorkerLine(
                 worker_id,
                 record.address,
-                pool=record.pool,
+                life=record.life,
                 hello=worker_pb2.ControlHello(epoch=self.epoch, scheduler_id=self._scheduler_id),
                 transport=self._transport,
                 post=self._post_of_worker,
@@ -304,10 +305,8 @@ class Term:
 
     def _look(self) -> dict[str, Signals]:
         now, gates = self._loop.time(), self.pools.gates
-        return {
-            pool: self._signals.setdefault(pool, PoolSignals()).look(gate.seen(now), now)
-            for pool, gate in gates.items()
-        }
+        self._signals = {pool: self._signals.get(pool) or PoolSignals() for pool in gates}
+        return {pool: self._signals[pool].look(gate.seen(now), now) for pool, gate in gates.items()}
 
     async def _save_last(self) -> None:
         """The planned end of a term: the next leader begins exactly where this one ended."""

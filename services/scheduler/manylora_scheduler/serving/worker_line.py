@@ -30,8 +30,9 @@ _MAX_BACKOFF_S = 1.0
 
 
 class WorkerLine:
-    """hello: the first message of every stream. post: takes the events; called between awaits. outranked: called
-    where the worker obeys another leader. failed: gets the exception that ended the line, which only a bug does.
+    """life: of its record. hello: the first message of every stream. post: takes the events; called between awaits.
+    outranked: called where the worker obeys another leader. failed: gets the exception that ended the line, which only
+    a bug does.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class WorkerLine:
         worker_id: WorkerId,
         address: str,
         *,
-        pool: str,
+        life: tuple[str, str, float],
         hello: worker_pb2.ControlHello,
         transport: Transport,
         post: Callable[[Event], None],
@@ -48,7 +49,7 @@ class WorkerLine:
         failed: Callable[[BaseException], None],
     ) -> None:
         self.address = address
-        self.pool = pool
+        self.life = life
         self.told: Told | None = None  # while the stream is up
         self._worker_id = worker_id
         self._hello = hello
