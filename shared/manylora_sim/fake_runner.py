@@ -362,7 +362,9 @@ class FakeStep:
 
     @property
     def drawn(self) -> Mapping[int, int]:
-        """Of a step that was read."""
+        """Of a step that was read. One that failed has drawn nothing."""
+        if isinstance(self._outcome, Exception):
+            return {}
         return {s.sequence_id: s.token_id for s in self.result() if s.sequence_id not in self._undrawn}
 
     def result(self) -> Sequence[Sampled]:

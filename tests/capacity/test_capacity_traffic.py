@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -59,7 +60,11 @@ def test_a_ledger_is_planned_for_its_busiest_window() -> None:
     ("row", "says"),
     [
         ({**ROW, "prompt_tokens": "many"}, "row 2: prompt_tokens: must be a whole number, not 'many'"),
-        ({**ROW, "began_unix_s": None}, "row 2: began_unix_s: must be a number, not None"),
+        ({**ROW, "completion_tokens": 10**400}, "row 2: completion_tokens: must be at most 1099511627776, not 1000"),
+        ({**ROW, "began_unix_s": None}, "row 2: began_unix_s: must be a number of seconds, not None"),
+        ({**ROW, "began_unix_s": math.inf}, "row 2: began_unix_s: must be a number of seconds, not inf"),
+        ({**ROW, "began_unix_s": math.nan}, "row 2: began_unix_s: must be a number of seconds, not nan"),
+        ({**ROW, "began_unix_s": 10**400}, "row 2: began_unix_s: must be a number of seconds, not 1000"),
     ],
 )
 def test_a_bad_row_is_named(row: dict[str, Any], says: str) -> None:

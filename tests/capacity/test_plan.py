@@ -81,6 +81,39 @@ def test_large_traffic_is_planned_in_cells() -> None:
     assert found.workers == pytest.approx(900 / 200 * made(200).workers, rel=0.35)
 
 
+def long_answers(rate: float, seconds: float, output: int) -> Traffic:
+    mix = f"tenants: {{a: {{prompt_tokens: 200, output_tokens: {output}}}}}\narrivals: {{rate: {rate}}}"
+    return traffic_of_mix(read_mix(f"{mix}\nduration_s: {seconds}", "mix"), seconds=seconds, rank=16)
+
+
+@pytest.mark.parametrize(
+    ("rate", "seconds", "output"), [(10, 3, 16_000), (1, 10, 16_000), (0.2, 60, 64_000), (10, 30, 4_000)]
+)
+def test_few_requests_are_all_played_and_the_plan_says_so(rate: float, seconds: float, output: int) -> None:
+    """However many workers they ask for."""
+    asked = long_answers(rate, seconds, output)
+    found = plan(asked, CURVE, Wanted(slots=16))
+    assert (found.cells, len(found.played.requests)) == (1, len(asked.requests))
+    document = document_of(found)
+    played = {"requests": len(asked.requests), "workers": found.workers, "is_small_sample": True}
+    assert document["played"] == played
+    assert f"only {len(asked.requests)} requests were played, on {found.workers} worker" in shown(document)
+
+
+def test_a_cell_has_requests_enough_and_the_plan_does_not_doubt_it() -> None:
+    found = plan(long_answers(60, 30, 2_000), CURVE, Wanted(slots=32))
+    assert 1 < found.cells <= len(found.traffic.requests) // 400
+    assert len(found.played.requests) > 300
+    assert not document_of(found)["played"]["is_small_sample"]
+    assert "requests were played" not in shown(document_of(found))
+
+
+def test_what_few_requests_cannot_show_is_refused() -> None:
+    requests = [Request(n * 1e-9, "t", "standard", "", 0, 100, 100) for n in range(10)]
+    with pytest.raises(CannotPlan, match=r"10 requests show the traffic of some .* workers too coarsely"):
+        plan(Traffic(requests, 1e-8), CURVE, Wanted())
+
+
 def test_the_document_adds_up() -> None:
     document = document_of(made(20, slots=None))
     arena = document["arena"]

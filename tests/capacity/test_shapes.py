@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from manylora.capacity.planning.shapes import SHAPES, CannotPlan, gpu_of, shape_of
+from manylora.capacity.planning.shapes import CONFIGS, SHAPES, CannotPlan, gpu_of, shape_of
 
 LLAMA = {
     "hidden_size": 4096,
@@ -41,6 +41,18 @@ def test_what_is_no_dense_model_is_refused_by_its_name(field: str, says: str) ->
     """The text part's fields count."""
     with pytest.raises(CannotPlan, match=f"folder: some_text: {says}.*: not planned for"):
         shape_of({"text_config": {**LLAMA, "model_type": "some_text", field: 8}}, "folder")
+
+
+@pytest.mark.parametrize("value", [[], {}, 5, None, True])
+def test_a_model_type_that_is_no_text_is_refused(value: object) -> None:
+    with pytest.raises(CannotPlan, match="folder: model_type: must be text, not"):
+        shape_of({**LLAMA, "model_type": value}, "folder")
+
+
+def test_a_model_whose_layers_keep_nothing_of_a_token_is_refused() -> None:
+    with pytest.raises(CannotPlan, match="num_hidden_layers: none of 3 layers has keys and values: not planned for"):
+        shape_of({**CONFIGS["qwen3.5-9b"], "num_hidden_layers": 3}, "folder")
+    assert shape_of({**CONFIGS["qwen3.5-9b"], "num_hidden_layers": 4}, "folder").kv_token_bytes > 0
 
 
 def test_gpus_are_found_in_any_case() -> None:

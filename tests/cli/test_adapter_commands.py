@@ -56,6 +56,28 @@ async def test_how_a_rollout_grows_is_said_once(manylora: Manylora, router: Fake
     assert (out.exit_code, router.line_changes) == (2, [])
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["promote", "up", "--to", number] for number in ("-1", "4294967296", "9" * 400)),
+        *(["retire", "up", number] for number in ("0", "4294967296")),
+        *(["rollout", "up", "--to", number, "--auto"] for number in ("0", "4294967296")),
+        *(["rollout", "up", "--to", "2", "--auto", "--min-requests", number] for number in ("-1", "4294967296")),
+        *(["rollout", "up", "--to", "2", "--auto", "--steps", steps] for steps in ("101", "1,4294967296", "9" * 5000)),
+        *(["rollout", "up", "--to", "2", "--auto", "--step-hours", number] for number in ("nan", "inf")),
+    ],
+)
+async def test_a_number_that_its_field_does_not_hold_is_a_mistake(
+    manylora: Manylora, router: FakeRouter, words: list[str]
+) -> None:
+    out = await manylora("adapter", *words, "--tenant", "acme")
+    assert (out.exit_code, out.stdout, router.line_changes) == (2, "", [])
+    said = " ".join(out.stderr.split())
+    assert any(name in said for name in ("--to", "--min-requests", "--steps", "--step-hours", "NUMBER", "{number}")), (
+        said
+    )
+
+
 async def test_a_share_beyond_all_is_a_mistake(manylora: Manylora, router: FakeRouter) -> None:
     out = await manylora("adapter", "rollout", "up", "--to", "2", "--percent", "101", "--tenant", "acme")
     assert (out.exit_code, router.line_changes) == (2, [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from manylora.cli.tenants import split_documents
 
 from tests.cli.conftest import Manylora
 from tests.cli.fake_server import FakeRouter
@@ -63,6 +64,19 @@ async def test_what_is_no_document_is_told_so(manylora: Manylora, router: FakeRo
     assert (out.exit_code, out.stdout) == (2, "")
     assert out.stderr.startswith("Error: stdin: cannot be read: 'utf-8' codec can't decode byte 0xff")
     assert not router.tenants
+
+
+@pytest.mark.parametrize(
+    "text", ["\n\ufeff...\n", '\n\ufeff"\n', "# c\n\ufeff|\n- ", "\ufeff\ufeff- ---\n\ufeff\x85", 'a: "\\UFFFFFFFF"\n']
+)
+@pytest.mark.parametrize("command", ["apply", "diff"])
+async def test_what_cannot_be_cut_is_the_servers_to_refuse(
+    manylora: Manylora, router: FakeRouter, command: str, text: str
+) -> None:
+    out = await manylora("tenant", command, "-", stdin=text)
+    assert "Traceback" not in out.stderr
+    documents = split_documents(text)
+    assert "".join(document.text for document in documents) in text
 
 
 async def test_a_quarantine_is_lifted_and_who_missed_it_is_told(manylora: Manylora) -> None:

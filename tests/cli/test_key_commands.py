@@ -7,7 +7,9 @@ from tests.cli.fake_server import FakeRouter
 
 
 async def test_what_a_key_is_to_permit(manylora: Manylora, router: FakeRouter) -> None:
-    assert (await manylora("key", "create", "--tenant", "acme", "--expires", "soon")).exit_code == 2
+    for never in ("soon", "1000001d", f"{'9' * 400}d", f"{'9' * 5000}s"):
+        assert (await manylora("key", "create", "--tenant", "acme", "--expires", never)).exit_code == 2
+        assert (await manylora("key", "rotate", "0" * 16, "--overlap", never)).exit_code == 2
     assert (await manylora("key", "create")).exit_code == 2
     assert (await manylora("key", "create", "--scope", "root")).exit_code == 2
     assert (await manylora("key", "create", "--role", "viewer", "--scope", "gateway")).exit_code == 2

@@ -6,8 +6,10 @@ import json
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+from manylora.capacity.planning.shapes import CONFIGS
 from manylora.cli.app import app
 from manylora_shared.ledger.row import UsageRow
 from manylora_shared.ledger_sinks.sqlite import SqliteSink
@@ -87,17 +89,51 @@ def test_a_ledger_is_planned_from_sqlite_and_from_json(tmp_path: Path) -> None:
         (MIX.replace("rank: 16", "rank: -1"), "tenants.acme.rank: must be at least 0, not -1"),
         (MIX.replace("rank: 16", "ranks: 16"), "tenants.acme.ranks: there is no such field"),
         (MIX.replace("rate: 5", "kind: closed, streams: 5"), "a closed loop has no rate"),
+        (
+            MIX.replace("rate: 5", "rate: 5, kind: gamma, cv: 1.0e-200"),
+            "arrivals.cv: must be at least 0.01, not 1e-200",
+        ),
+        (MIX.replace("rate: 5", "rate: 5, kind: gamma, cv: 1.0e+200"), "arrivals.cv: must be at most 100, not 1e+200"),
+        (MIX.replace("rate: 5", f"rate: {'9' * 400}"), "arrivals.rate: must be a number, not 9999"),
+        (MIX.replace("rate: 5", f"rate: {'9' * 5000}"), "is no YAML"),
+        (MIX.replace("rate: 5", "rate: 1.0e+300"), "arrivals.rate: must be at most 1e+06"),
+        (MIX.replace("rate: 5", "rate: 1.0e-300"), "arrivals.rate: must be at least 1e-09"),
+        (
+            MIX.replace("rate: 5", "rate: 5, kind: diurnal, period_s: 1.0e-320"),
+            "arrivals.period_s: must be at least 0.001",
+        ),
+        (MIX.replace("rate: 5", "rate: 5, kind: on-off, on_s: 1.0e-320, off_s: 0"), "arrivals.on_s: must be at least"),
+        (MIX.replace("duration_s: 10", "duration_s: 1.0e-320"), "duration_s: must be at least 0.001"),
+        (MIX.replace("duration_s: 10", "duration_s: 2026-13-45"), "is no YAML"),
+        (MIX.replace("rank: 16", "rank: 1000000"), "tenants.acme.rank: must be at most 512"),
+        (MIX.replace("rank: 16", "share: 1.0e+308"), "tenants.acme.share: must be at most 1e+09"),
+        (
+            MIX.replace("output_tokens: 64", "output_tokens: {mean: 64, cv: 1.0e+200}"),
+            "tenants.acme.output_tokens.cv: must be at most 100, not 1e+200",
+        ),
+        (
+            MIX.replace("output_tokens: 64", "output_tokens: {mean: 1.0e+308}"),
+            "tenants.acme.output_tokens.mean: must be at most 1.67772e+07",
+        ),
+        (
+            MIX.replace("output_tokens: 64", f"output_tokens: '{'9' * 5000}'"),
+            "tenants.acme.output_tokens: must be a number, LEAST-MOST or a mapping",
+        ),
+        ("[" * 3000 + "]" * 3000, "is no YAML"),
+        ('a: "\\UFFFFFFFF"', "is no YAML"),
     ],
 )
 def test_a_bad_mix_is_refused_with_its_place(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "mix.yaml").write_text(text)
     code, _, error = run("--tenants", str(tmp_path / "mix.yaml"), *GPU)
     assert code == 2
-    assert says in error
+    assert says in " ".join(error.split())
 
 
 def test_bad_options_and_files_are_refused(tmp_path: Path, mix: str) -> None:
     (tmp_path / "rows.json").write_text('{"rows": []}')
+    (tmp_path / "endless.json").write_text('[{"completion_tokens": 5, "began_unix_s": Infinity}]')
+    (tmp_path / "deep.json").write_text("[" * 100_000)
     with closing(sqlite3.connect(tmp_path / "other.sqlite")) as connection:
         connection.execute("CREATE TABLE other (a)")
     for arguments, says in [
@@ -108,7 +144,37 @@ def test_bad_options_and_files_are_refused(tmp_path: Path, mix: str) -> None:
         (("--from-ledger", str(tmp_path / "rows.json")), "must be a list of rows"),
         (("--from-ledger", str(tmp_path / "other.sqlite")), "other.sqlite: cannot be read: no such table: usage"),
         (("--from-ledger", mix), "is neither SQLite nor JSON"),
+        (
+            ("--from-ledger", str(tmp_path / "endless.json")),
+            "row 1: began_unix_s: must be a number of seconds, not inf",
+        ),
+        (("--from-ledger", str(tmp_path / "deep.json")), "is neither SQLite nor JSON"),
     ]:
         rest = () if "--model" in arguments else GPU
         code, _, error = run(*arguments, *rest)
         assert (code, says in " ".join(error.split())) == (2, True), error
+
+
+@pytest.mark.parametrize("option", ["host-gib", "gpu-hour", "ttft-ms", "tpot-ms", "spare", "seconds", "window"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_number_that_nothing_can_be_computed_with_is_refused_by_its_option(mix: str, option: str, value: str) -> None:
+    code, _, error = run("--tenants", mix, *GPU, f"--{option}", value)
+    assert (code, f"Invalid value for '--{option}'" in error) == (2, True), error
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "says"),
+    [
+        ({"model_type": []}, {}, "model_type: must be text, not []"),
+        ({"model_type": "qwen3_5_text"}, {"num_hidden_layers": 1}, "num_hidden_layers: none of 1 layers has keys and"),
+        ({"model_type": "qwen2_moe"}, {"mlp_only_layers": 5}, "mlp_only_layers: must be a list, not 5"),
+        ({}, {"quantization_config": 5}, "quantization_config: must be an object, not 5"),
+    ],
+)
+def test_an_odd_config_is_refused_by_its_field(
+    tmp_path: Path, mix: str, model: dict[str, Any], fields: dict[str, Any], says: str
+) -> None:
+    config = {**CONFIGS["qwen3.5-9b"], **model, **fields}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, _, error = run("--tenants", mix, "--model", str(tmp_path), "--gpu", "H100")
+    assert (code, says in " ".join(error.split())) == (2, True), error

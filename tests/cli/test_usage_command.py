@@ -49,6 +49,8 @@ async def test_what_is_asked_wrongly_is_told(manylora: Manylora, tmp_path: Path)
     for arguments, told in (
         (("--by", "colour"), "day, month, total"),
         (("--since", "soon"), "--since: 'soon' is no time"),
+        (("report", "--month", "9999-12"), "--month: '9999-12' ends after the last date"),
+        (("report", "--month", "10000-01"), "--month: '10000-01' is no month"),
         (("--format", "csv", "--output", str(tmp_path / "no" / "file")), "--output:"),
     ):
         out = await manylora("usage", *arguments)

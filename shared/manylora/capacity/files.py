@@ -15,7 +15,7 @@ from manylora.capacity.planning.curve import Curve, curve_of, find_curve, with_f
 from manylora.capacity.planning.shapes import CONFIGS, CannotPlan, Shape, gpu_of, shape_of
 from manylora.capacity.planning.sums import with_ranks
 from manylora.load.planning.arrivals import TraceRow
-from manylora.load.planning.fields import BadMix
+from manylora.load.planning.fields import UNREADABLE_YAML, BadMix
 from manylora.load.planning.mix import Mix, mix_of
 
 CURVES = Path(__file__).parent / "curves.json"
@@ -41,7 +41,7 @@ def read_curve(file: Path) -> Curve:
     """One that `bench/plan_check.py` has measured. Raises CannotPlan."""
     try:
         return curve_of(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CannotPlan(f"{file}: is no curve: {type(error).__name__}: {error}") from None
 
 
@@ -52,7 +52,7 @@ def read_shape(name: str, quantization: str = "none", ranks: int = 1) -> Shape:
     config = Path(name) / "config.json"
     try:
         document = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         known = ", ".join(CONFIGS)
         raise CannotPlan(f"{name!r} is none of {known}, and no model's folder: {config}: {error}") from None
     if not isinstance(document, dict):
@@ -85,6 +85,9 @@ def read_mix(text: str, name: str) -> Mix:
 
     try:
         documents = list(yaml.safe_load_all(text))
+    except UNREADABLE_YAML as error:
+        raise CannotPlan(f"{name}: is no YAML: {' '.join(str(error).split())}") from None
+    try:
         if any(isinstance(each, dict) and "tenant_id" in each for each in documents):
             raise CannotPlan(
                 f"{name}: is tenants' policies; --tenants takes a mix of traffic, as `manylora load` sends it"
@@ -92,8 +95,6 @@ def read_mix(text: str, name: str) -> Mix:
         if len(documents) > 1:
             raise CannotPlan(f"{name}: has {len(documents)} documents; a mix is one")
         return mix_of(documents[0] if documents else None, no_trace)
-    except yaml.YAMLError as error:
-        raise CannotPlan(f"{name}: is no YAML: {' '.join(str(error).split())}") from None
     except BadMix as error:
         raise CannotPlan(f"{name}: {error}") from None
 
@@ -119,7 +120,7 @@ def _from_sqlite(file: Path) -> Sequence[Mapping[str, Any]]:
 def _from_json(file: Path) -> Sequence[Mapping[str, Any]]:
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CannotPlan(f"{file}: is neither SQLite nor JSON: {error}") from None
     if not isinstance(document, list) or not all(isinstance(row, dict) for row in document):
         raise CannotPlan(f"{file}: must be a list of rows, as `manylora usage --format json` prints them")

@@ -23,6 +23,13 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
         yield "            memory is that of one of a worker's GPUs"
     if not document["keeps_objectives"]:
         yield "  TOO FEW   with the spare traffic they do not keep the objectives"
+    if document["played"]["is_small_sample"]:
+        played = document["played"]
+        workers_there = f"{played['workers']} worker{'s' * (played['workers'] != 1)}"
+        yield (
+            f"  FEW       only {played['requests']} requests were played, on {workers_there}: "
+            "of a longer time the plan would be surer"
+        )
     yield f"  steps     {document['curve']['origin']}"
     yield (
         f"  traffic   {traffic['requests_per_s']:g} requests/s of {traffic['tenants']} tenants and "

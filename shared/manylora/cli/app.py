@@ -16,6 +16,7 @@ from manylora.cli.commands.adapter_commands import adapter_app
 from manylora.cli.commands.audit_commands import audit_app
 from manylora.cli.commands.encryption_commands import encryption_app
 from manylora.cli.commands.key_commands import key_app
+from manylora.cli.commands.limits import MAX_UINT32
 from manylora.cli.commands.load_command import load
 from manylora.cli.commands.on_cluster import on_cluster
 from manylora.cli.commands.plan_command import plan
@@ -27,7 +28,7 @@ from manylora.cli.constraint_options import with_constraint_options
 from manylora.cli.output import DEFAULT_SERVER, Json, Key, Server, Target, connect, run, trust, usage_error, write
 from manylora.cli.sampling_options import with_sampling_options
 
-MAX_TOKEN_ID = 2**32 - 1
+MAX_TOKEN_ID = MAX_UINT32
 Work = Coroutine[Any, Any, None]
 
 app = typer.Typer(

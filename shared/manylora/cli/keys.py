@@ -13,6 +13,8 @@ if TYPE_CHECKING:  # the client is loaded by the command that runs
 
 _LIMITS = {"requests_per_min": "requests/min", "tokens_per_min": "tokens/min", "concurrency": "at once"}
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_MOST_S = 1_000_000 * _UNITS["d"]  # some times later there are no dates
+_MOST_DIGITS = 12
 
 
 def seconds(flag: str, text: str) -> float:
@@ -21,7 +23,9 @@ def seconds(flag: str, text: str) -> float:
     if not text:
         return 0.0
     if not (number.isascii() and number.isdigit() and unit in _UNITS):
-        raise usage_error(f"{flag}: {text!r} is no time such as 90d, 12h, 30m or 10s")
+        raise usage_error(f"{flag}: {text[:40]!r} is no time such as 90d, 12h, 30m or 10s")
+    if len(number) > _MOST_DIGITS or int(number) * _UNITS[unit] > _MOST_S:
+        raise usage_error(f"{flag}: {text[:40]!r} is more than {_MOST_S // _UNITS['d']}d")
     return float(int(number) * _UNITS[unit])
 
 

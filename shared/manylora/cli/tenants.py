@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,22 +33,26 @@ class PolicyDocument:
 def split_documents(text: str) -> list[PolicyDocument]:
     """Without empty ones. What is no YAML stays whole: the server says what is wrong with it."""
     spans: list[tuple[int, int]] = []
+    contents: list[list[yaml.NodeEvent]] = []
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             if isinstance(event, yaml.DocumentStartEvent):
                 assert event.start_mark is not None
                 spans.append((event.start_mark.index, event.start_mark.line))
-    except yaml.YAMLError:
+                contents.append([])
+            elif isinstance(event, yaml.NodeEvent):
+                contents[-1].append(event)
+    except (yaml.YAMLError, ValueError, OverflowError):  # the latter of escapes and numbers that are none
         return [PolicyDocument(1, text)]
-    if not spans:
-        return []
-    ends = [index for index, _ in spans[1:]] + [len(text)]
-    documents = [PolicyDocument(line + 1, text[start:end]) for (start, line), end in zip(spans, ends, strict=True)]
-    return [d for d in documents if not _is_empty(d.text)]
+    ends = [index for index, _ in spans[1:]] + [len(text)] * bool(spans)
+    return [
+        PolicyDocument(line + 1, text[start:end])
+        for (start, line), end, content in zip(spans, ends, contents, strict=True)
+        if not _is_empty(content)
+    ]
 
 
-def _is_empty(text: str) -> bool:
-    content = [e for e in yaml.parse(text, Loader=yaml.SafeLoader) if isinstance(e, yaml.NodeEvent)]
+def _is_empty(content: Sequence[yaml.NodeEvent]) -> bool:
     return not content or (len(content) == 1 and isinstance(content[0], yaml.ScalarEvent) and content[0].value == "")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,7 @@ class BaseRope:
     original_tokens: int = 0  # the context that it was made for, before any scaling
     longest_tokens: int = 0  # that the cluster serves
     problem: str = ""  # why no adapter may bring its own; empty: it may
+    problem_of: Callable[[RopeScaling], str] | None = None  # what is wrong with the frequencies that come of one
 
     def scaling_of(self, config: Mapping[str, Any]) -> RopeScaling | None:
         """What an adapter's configuration asks for; None: the base model's own. Raises ValueError: it cannot be."""
@@ -72,7 +73,10 @@ class BaseRope:
             raise ValueError("partial_rotary_factor: is not the base model's")
         original = int(given.get(_ORIGINAL, self.original_tokens))
         context = max(int(parameters.get(CONTEXT, 0)), int(original * float(given["factor"])))
-        return RopeScaling(tuple(sorted(given.items())), min(context, self.longest_tokens))
+        scaling = RopeScaling(tuple(sorted(given.items())), min(context, self.longest_tokens))
+        if self.problem_of is not None and (problem := self.problem_of(scaling)):
+            raise ValueError(problem)
+        return scaling
 
 
 _DEFAULTS = {"rope_type": "default"}

@@ -73,8 +73,9 @@ class Kept:
 
 def kept_of(config: Mapping[str, Any], parts: Parts, quantization: str) -> Kept:
     """Raises BadConfig for what a worker with a GPU refuses, or what is not planned for."""
-    stated = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    method = None if not stated else stated.get("quant_method")
+    told = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    stated = _object(told, "quantization_config")
+    method = stated.get("quant_method")
     if method == "bitsandbytes":
         raise BadConfig("quantization_config: bitsandbytes is served on the CPU alone")
     if quantization == "none":
@@ -121,10 +122,11 @@ def check_ranks(kept: Kept, parts: Parts, ranks: int) -> None:
 
 def _shipped(stated: Mapping[str, Any], quantization: str, parts: Parts) -> Kept:
     method = stated.get("quant_method")
-    groups: Mapping[str, Any] = stated.get("config_groups") or {}
-    weights: Mapping[str, Any] = next(iter(groups.values())).get("weights") or {} if groups else {}
-    block = stated.get("weight_block_size") or weights.get("block_structure")
-    ignored = [stated.get(key) or () for key in ("ignore", "ignored_layers", "modules_to_not_convert")]
+    groups = _object(stated.get("config_groups"), "quantization_config.config_groups")
+    first = _object(next(iter(groups.values()), None), "quantization_config.config_groups: its first")
+    weights = _object(first.get("weights"), "quantization_config.config_groups: its first's weights")
+    block = _list(stated.get("weight_block_size") or weights.get("block_structure"), "weight_block_size")
+    ignored = [_list(stated.get(key), key) for key in ("ignore", "ignored_layers", "modules_to_not_convert")]
     is_four = method in ("awq", "gptq") or (method == "compressed-tensors" and weights.get("num_bits") == 4)
     if quantization != ("int4" if is_four else "fp8") or method == "mxfp4":
         raise BadConfig(f"--quantization {quantization}: the weights are quantized already ({method})")
@@ -133,11 +135,25 @@ def _shipped(stated: Mapping[str, Any], quantization: str, parts: Parts) -> Kept
     names = [] if method == "gptq" else [name for each in ignored for name in each]  # gptq names none
     left = frozenset(_left(parts, _Named(names)))
     if not is_four:
+        if block and not (len(block) == 2 and all(type(each) is int and each > 0 for each in block)):
+            raise BadConfig(f"quantization_config.weight_block_size: must be two whole numbers above 0, not {block!r}")
         return Kept(quantization, block[1] if block else 0, left=left, is_shipped=True)
     size = stated.get("group_size", stated.get("q_group_size", weights.get("group_size")))
     is_symmetric = weights.get("symmetric", True) if weights else stated.get("sym", method == "gptq")
     group = size if isinstance(size, int) and size > 0 else 0
     return Kept(quantization, group, not is_symmetric, left, is_shipped=True)
+
+
+def _object(value: Any, path: str) -> Mapping[str, Any]:
+    if value and not isinstance(value, Mapping):
+        raise BadConfig(f"{path}: must be an object, not {value!r}")
+    return value or {}
+
+
+def _list(value: Any, name: str) -> Sequence[Any]:
+    if value and not isinstance(value, list | tuple):
+        raise BadConfig(f"quantization_config.{name}: must be a list, not {value!r}")
+    return value or ()
 
 
 def _left(parts: Parts, named: _Named) -> Iterator[tuple[str, tuple[str, ...]]]:

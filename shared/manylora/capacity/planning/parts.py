@@ -147,6 +147,8 @@ def parts_of(config: Mapping[str, Any]) -> Parts:
     if not isinstance(text, Mapping):
         raise BadConfig(f"text_config: must be an object, not {text!r}")
     kind = text.get("model_type", "llama")
+    if not isinstance(kind, str):
+        raise BadConfig(f"model_type: must be text, not {kind!r}")
     family = _FAMILIES.get(kind)
     if family is None:
         reason = next((reason for key, reason in _UNLIKE.items() if text.get(key)), "runs without our kernels on a GPU")
@@ -219,6 +221,8 @@ class _Reader:
         width = self._number("hidden_size_per_layer_input", 0 if self._kind != _GEMMA4 else 256, least=0)
         if width:
             self._layer_inputs(width)
+        if not found.token_kv:  # a worker's memory is counted by what a token has there
+            raise BadConfig(f"num_hidden_layers: none of {self._layers} layers has keys and values: not planned for")
         check_kernels(found)
         return found
 
@@ -240,9 +244,9 @@ class _Reader:
             *([_LINEAR] if self._family.is_gated else []),
             *([_MAMBA, _LINEAR] if self._kind == _GRANITE4 else []),
         }
-        strange = next((kind for kind in kinds if kind not in known), None)
-        if strange is not None:
-            raise BadConfig(f"layer_types: {strange!r} is not planned for")
+        strange = [kind for kind in kinds if not isinstance(kind, str) or kind not in known]
+        if strange:
+            raise BadConfig(f"layer_types: {strange[0]!r} is not planned for")
         return kinds[: self._layers]
 
     def _has_experts(self, layer: int) -> bool:
@@ -250,7 +254,9 @@ class _Reader:
             return False
         if self._kind in _BY_SIGMOIDS:
             return layer >= self._number("first_k_dense_replace", 1 if self._kind == _GLM4_MOE else 0, least=0)
-        dense = self._text.get("mlp_only_layers") or ()
+        dense = self._text.get("mlp_only_layers") or []
+        if not isinstance(dense, list):
+            raise BadConfig(f"mlp_only_layers: must be a list, not {dense!r}")
         return layer not in dense and (layer + 1) % self._number("decoder_sparse_step", 1) == 0
 
     def _count(self, name: str, count: int) -> None:
@@ -294,8 +300,10 @@ class _Reader:
         is_one = bool(text.get("attention_k_eq_v")) and kind == _FULL
         own = text.get("per_layer_config")
         if isinstance(own, Mapping):  # as transformers writes it
-            told = own.get(str(layer), {})
-            kv_heads, head_dim = told.get("num_key_value_heads", kv_heads), told.get("head_dim", head_dim)
+            kv_heads, head_dim = (
+                self._of_layer(own, layer, name, default)
+                for name, default in (("num_key_value_heads", kv_heads), ("head_dim", head_dim))
+            )
         elif kind == _FULL:
             head_dim = self._number("global_head_dim", 512)
             kv_heads = self._number("num_global_key_value_heads", kv_heads) if is_one else kv_heads
@@ -405,6 +413,14 @@ class _Reader:
             self._block = f"{self._root}.layers.{layer}"
             self._add("per_layer_input_gate", hidden, width)
             self._add("per_layer_projection", width, hidden)
+
+    @staticmethod
+    def _of_layer(own: Mapping[str, Any], layer: int, name: str, default: int) -> int:
+        told = own.get(str(layer), {})
+        value = told.get(name, default) if isinstance(told, Mapping) else None
+        if type(value) is not int or value < 1:
+            raise BadConfig(f"per_layer_config.{layer}.{name}: must be a whole number above 0, not {value!r}")
+        return value
 
     def _number(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         value = self._text.get(key)

@@ -21,6 +21,9 @@ _KV_SPARE = 1.3  # KV by the most that was held
 _SLOTS = (16, 32, 64, 128, 256)
 _PLAYED_REQUESTS = 4_000
 _CELL_WORKERS = 6  # more are planned for as several such cells
+_CELL_REQUESTS = 400  # that one cell has drawn at least, where there are so many
+_ENOUGH_REQUESTS = 300  # played: of fewer a 95th percentile is hardly known
+_MOST_PLAYED_WORKERS = 2_000  # one by one
 _FEW = 20  # of fewer answers no 95th percentile is taken
 _SETTLING = 0.1  # of the time, before which answers do not count
 
@@ -56,6 +59,10 @@ class Plan:
     @property
     def played_s(self) -> float:
         return self.played.seconds
+
+    @property
+    def is_small_sample(self) -> bool:
+        return len(self.played.requests) < _ENOUGH_REQUESTS
 
     @property
     def tokens_per_s(self) -> float:
@@ -106,9 +113,7 @@ def plan(traffic: Traffic, curve: Curve, wanted: Wanted) -> Plan:
         if ttft_ms is not None and ttft_ms < least_ms:
             raise CannotPlan(f"{where}: no first token comes within {ttft_ms:g} ms; alone one takes {least_ms:.1f}")
     floor = _load(traffic, curve)
-    cells = max(1, int(floor / _CELL_WORKERS))
-    if wanted.workers is not None:
-        cells = max(number for number in range(1, cells + 1) if wanted.workers % number == 0)
+    cells = _cells(floor, len(traffic.requests), wanted)
     played = traffic.part(cells).first(_PLAYED_REQUESTS)
     hurried = played.faster(1 + wanted.spare)
     best: tuple[int, WorkerSettings] | None = None
@@ -157,6 +162,20 @@ def arena_bytes(curve: Curve) -> int:
 
 def _host_bytes(curve: Curve, wanted: Wanted) -> int:
     return int(wanted.host_gib * GIB) // curve.shape.ranks
+
+
+def _cells(floor: float, requests: int, wanted: Wanted) -> int:
+    # Each has enough workers, and enough requests: a part of few would be drawn with one far from their share, or none.
+    cells = max(1, min(int(floor / _CELL_WORKERS), requests // _CELL_REQUESTS))
+    if wanted.workers is not None:
+        cells = max(number for number in range(1, cells + 1) if wanted.workers % number == 0)
+    played = floor / cells if wanted.workers is None else wanted.workers / cells
+    if played > _MOST_PLAYED_WORKERS:
+        raise CannotPlan(
+            f"{requests} requests show the traffic of some {played * cells:,.0f} workers too coarsely: at most "
+            f"{_MOST_PLAYED_WORKERS:,} are played for {_CELL_REQUESTS} requests"
+        )
+    return cells
 
 
 def _load(traffic: Traffic, curve: Curve) -> float:
@@ -266,6 +285,11 @@ def document_of(plan: Plan) -> dict[str, Any]:
             "requests_per_s": round(traffic.requests_per_s, 3),
             "prompt_tokens_per_s": round(traffic.prompt_tokens_per_s, 1),
             "output_tokens_per_s": round(traffic.output_tokens_per_s, 1),
+        },
+        "played": {
+            "requests": len(plan.played.requests),
+            "workers": plan.workers // plan.cells,
+            "is_small_sample": plan.is_small_sample,
         },
         "workers": plan.workers,
         "gpus_a_worker": curve.shape.ranks,

@@ -11,10 +11,13 @@ from typing import Any
 
 from manylora.capacity.planning.shapes import CannotPlan
 from manylora.load.planning.arrivals import Closed
+from manylora.load.planning.fields import shown
 from manylora.load.planning.mix import Mix, Slo
 from manylora.load.planning.schedule import open_loop
 
 _MOST_REQUESTS = 200_000
+_MOST_TOKENS = 1 << 40  # of a ledger's row
+_LATEST_UNIX_S = 1e12
 
 
 @dataclass(frozen=True)
@@ -139,12 +142,15 @@ def _request_of(row: Mapping[str, Any], where: str, rank: int) -> Request:
     def count(name: str) -> int:
         value = row.get(name, 0)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise CannotPlan(f"{where}: {name}: must be a whole number, not {value!r}")
+            raise CannotPlan(f"{where}: {name}: must be a whole number, not {shown(value)}")
+        if value > _MOST_TOKENS:
+            raise CannotPlan(f"{where}: {name}: must be at most {_MOST_TOKENS}, not {shown(value)}")
         return value
 
     began = row.get("began_unix_s")
-    if isinstance(began, bool) or not isinstance(began, int | float):
-        raise CannotPlan(f"{where}: began_unix_s: must be a number, not {began!r}")
+    # Not a number compares as false, too.
+    if isinstance(began, bool) or not isinstance(began, int | float) or not abs(began) <= _LATEST_UNIX_S:
+        raise CannotPlan(f"{where}: began_unix_s: must be a number of seconds, not {shown(began)}")
     tenant, adapter = str(row.get("tenant", "")), str(row.get("adapter", "") or "")
     prompt = max(1, count("prompt_tokens"))
     return Request(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from manylora.cli.commands.limits import MAX_PERCENT, MAX_UINT32, finite
 from manylora.cli.output import DEFAULT_SERVER, Json, Key, Server, Tenant, connect, run, usage_error
 
 if TYPE_CHECKING:  # the client is loaded by the command that runs
@@ -216,19 +217,20 @@ def compose(
 @adapter_app.command()
 def rollout(
     name: Annotated[str, typer.Argument()],
-    to: Annotated[int, typer.Option(help="The version.", min=1)],
+    to: Annotated[int, typer.Option(help="The version.", min=1, max=MAX_UINT32)],
     tenant: Tenant,
     percent: Annotated[
-        int | None, typer.Option(help="Of the requests that name no version; not with --auto.", min=0, max=100)
+        int | None, typer.Option(help="Of the requests that name no version; not with --auto.", min=0, max=MAX_PERCENT)
     ] = None,
     sticky: Annotated[str, typer.Option(help="request, conversation or user: who keeps a version.")] = "request",
     auto: Annotated[
         bool, typer.Option("--auto", help="It goes on by itself, until it is promoted, or rolled back for a reason.")
     ] = False,
     steps: Annotated[str, typer.Option(metavar="1,10,50", help="Percent; after the last comes the promotion.")] = "",
-    min_requests: Annotated[int, typer.Option(help="Of each version in each step; 0: 200.", min=0)] = 0,
+    min_requests: Annotated[int, typer.Option(help="Of each version in each step; 0: 200.", min=0, max=MAX_UINT32)] = 0,
     step_hours: Annotated[
-        float, typer.Option(help="A step that has not had as many by then is rolled back; 0: 24.", min=0)
+        float,
+        typer.Option(help="A step that has not had as many by then is rolled back; 0: 24.", min=0, callback=finite),
     ] = 0,
     as_json: Json = False,
     server: Server = DEFAULT_SERVER,
@@ -253,8 +255,8 @@ def rollout(
 
 def _percents(steps: str) -> tuple[int, ...]:
     words = [word.strip() for word in steps.split(",")] if steps else []
-    if not all(word.isascii() and word.isdigit() for word in words):
-        raise usage_error(f"--steps: {steps!r} is no list of percentages")
+    if not all(word.isascii() and word.isdigit() and len(word) < 9 and int(word) <= MAX_PERCENT for word in words):
+        raise usage_error(f"--steps: {steps[:60]!r} is no list of percentages, of 0 to {MAX_PERCENT}")
     return tuple(int(word) for word in words)
 
 
@@ -262,7 +264,7 @@ def _percents(steps: str) -> tuple[int, ...]:
 def promote(
     name: Annotated[str, typer.Argument()],
     tenant: Tenant,
-    to: Annotated[int, typer.Option(help="Default: the rollout's, or else the newest.")] = 0,
+    to: Annotated[int, typer.Option(help="Default: the rollout's, or else the newest.", min=0, max=MAX_UINT32)] = 0,
     as_json: Json = False,
     server: Server = DEFAULT_SERVER,
     key: Key = None,
@@ -288,7 +290,7 @@ def rollback(
 @adapter_app.command()
 def retire(
     name: Annotated[str, typer.Argument()],
-    number: Annotated[int, typer.Argument(help="The version.", min=1)],
+    number: Annotated[int, typer.Argument(help="The version.", min=1, max=MAX_UINT32)],
     tenant: Tenant,
     as_json: Json = False,
     server: Server = DEFAULT_SERVER,

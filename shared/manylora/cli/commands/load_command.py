@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from manylora.cli.commands.limits import finite
 from manylora.cli.output import Json, connect, run, usage_error
 
 
@@ -25,31 +26,39 @@ MixFile = Annotated[
     typer.Argument(exists=True, dir_okay=False, allow_dash=True, help="YAML: many tenants; else flags say one."),
 ]
 Url = Annotated[str, typer.Option(metavar="URL", help="The server; default: the mix's, or a local cluster's.")]
-Duration = Annotated[float | None, typer.Option(metavar="SECONDS", min=0.1, help="For how long requests are sent.")]
+Duration = Annotated[
+    float | None, typer.Option(metavar="SECONDS", callback=finite, min=0.1, help="For how long requests are sent.")
+]
 Requests = Annotated[int | None, typer.Option(min=1, help="How many are sent at most.")]
 Warmup = Annotated[
-    float | None, typer.Option(metavar="SECONDS", min=0, help="What was sent in the first seconds does not count.")
+    float | None,
+    typer.Option(metavar="SECONDS", callback=finite, min=0, help="What was sent in the first seconds does not count."),
 ]
 Seed = Annotated[int | None, typer.Option(min=0, help="The same one sends the same requests; default: 1.")]
-Rate = Annotated[float | None, typer.Option(min=0, help="Requests a second, however long answers take.")]
+Rate = Annotated[
+    float | None, typer.Option(min=0, callback=finite, help="Requests a second, however long answers take.")
+]
 How = Annotated[
     Arrivals,
     typer.Option(
         help="How they come; gamma: in bursts (--cv); on-off: 5 s of 20; diurnal: a day in 10 minutes. A mix says more."
     ),
 ]
-Cv = Annotated[float | None, typer.Option(min=0.01, help="With gamma: how bursty; 1 is Poisson; default: 2.")]
+Cv = Annotated[
+    float | None,
+    typer.Option(min=0.01, max=100, callback=finite, help="With gamma: how bursty; 1 is Poisson; default: 2."),
+]
 Streams = Annotated[int | None, typer.Option(min=1, help="Instead of a rate: callers that each await their answer.")]
 TraceFile = Annotated[
     Path | None, typer.Option(help="Instead of a rate: a trace's times and lengths (CSV or JSON lines, .gz too).")
 ]
-Speed = Annotated[float, typer.Option(min=0.001, help="With --trace: times as fast.")]
-LengthScale = Annotated[float, typer.Option(min=0.001, help="With --trace: times as long.")]
+Speed = Annotated[float, typer.Option(min=0.001, callback=finite, help="With --trace: times as fast.")]
+LengthScale = Annotated[float, typer.Option(min=0.001, callback=finite, help="With --trace: times as long.")]
 Model = Annotated[str, typer.Option(help="Default: the first that the server lists.")]
 Adapter = Annotated[
     list[str] | None, typer.Option(help="Sent as the model; may be repeated, from the most used one on.")
 ]
-Zipf = Annotated[float, typer.Option(min=0, help="Exponent of the adapters' use; 0: all alike.")]
+Zipf = Annotated[float, typer.Option(min=0, callback=finite, help="Exponent of the adapters' use; 0: all alike.")]
 Tokens = Annotated[str | None, typer.Option(metavar="TOKENS", help="128, or a range: 64-512; default: 128.")]
 PrefixTokens = Annotated[int, typer.Option(min=0, help="Of the prompt: the same in all.")]
 Chat = Annotated[bool, typer.Option("--chat", help="Chat completions instead of completions.")]
@@ -57,9 +66,13 @@ PromptIds = Annotated[bool, typer.Option("--prompt-ids", help="Prompts as token 
 Eos = Annotated[bool, typer.Option("--eos", help="Answers end where the model ends them (no `ignore_eos`).")]
 TenantName = Annotated[str, typer.Option(help="With a gateway's or operator's key: in whose name.")]
 ServiceClass = Annotated[str, typer.Option("--class", help="Service class; default: the server's.")]
-Limit = Annotated[float | None, typer.Option(metavar="MS", min=0.1, help="A good answer is within it, for goodput.")]
-Timeout = Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Of one request.")]
-Drain = Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long the last ones may take.")]
+Limit = Annotated[
+    float | None, typer.Option(metavar="MS", callback=finite, min=0.1, help="A good answer is within it, for goodput.")
+]
+Timeout = Annotated[float, typer.Option(metavar="SECONDS", callback=finite, min=0.1, max=1e6, help="Of one request.")]
+Drain = Annotated[
+    float, typer.Option(metavar="SECONDS", callback=finite, min=0, max=1e6, help="How long the last ones may take.")
+]
 LoadKey = Annotated[
     str | None,
     typer.Option(

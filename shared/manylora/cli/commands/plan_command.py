@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from manylora.cli.commands.limits import finite
 from manylora.cli.commands.up_command import KvCacheDtype, KvCacheDtypeOption, Quantization
 from manylora.cli.output import Json, print_json, usage_error, write
 
+MOST_WORKERS = 2_000  # each is played
 _FILE = {"exists": True, "dir_okay": False}
 Mix = Annotated[
     Path | None,
@@ -23,20 +25,32 @@ Model = Annotated[
     str, typer.Option(metavar="SHAPE", help="A known one, such as llama-3.1-8b or 30b-a3b, or a model's folder.")
 ]
 GpuName = Annotated[str, typer.Option("--gpu", help="H100, H200, A100, L40S, L4.")]
-Price = Annotated[float | None, typer.Option("--gpu-hour", min=0, metavar="PRICE", help="Of one GPU for an hour.")]
-Ttft = Annotated[float, typer.Option(min=1, metavar="MS", help="p95 of tenants whose mix gives no slo.ttft_ms.")]
-Tpot = Annotated[
-    float | None, typer.Option(min=0.1, metavar="MS", help="The same for the time between tokens; default: any.")
+Price = Annotated[
+    float | None,
+    typer.Option("--gpu-hour", min=0, max=1e9, callback=finite, metavar="PRICE", help="Of one GPU for an hour."),
 ]
-Spare = Annotated[float, typer.Option(min=0, max=10, help="Part of the traffic that must fit in beside it.")]
+Ttft = Annotated[
+    float, typer.Option(min=1, callback=finite, metavar="MS", help="p95 of tenants whose mix gives no slo.ttft_ms.")
+]
+Tpot = Annotated[
+    float | None,
+    typer.Option(min=0.1, callback=finite, metavar="MS", help="The same for the time between tokens; default: any."),
+]
+Spare = Annotated[
+    float, typer.Option(min=0, max=10, callback=finite, help="Part of the traffic that must fit in beside it.")
+]
 Rank = Annotated[int, typer.Option(min=1, max=512, help="Of adapters whose rank is not told.")]
-Window = Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Of the ledger: the busiest so many.")]
-Seconds = Annotated[float, typer.Option(min=1, help="Of a mix without duration_s.")]
-HostGib = Annotated[float, typer.Option(min=0.1, help="Host memory of a worker for adapters.")]
+Window = Annotated[
+    float, typer.Option(min=1, callback=finite, metavar="SECONDS", help="Of the ledger: the busiest so many.")
+]
+Seconds = Annotated[float, typer.Option(min=1, callback=finite, help="Of a mix without duration_s.")]
+HostGib = Annotated[
+    float, typer.Option(min=0.1, max=1e6, callback=finite, help="Host memory of a worker for adapters.")
+]
 Slots = Annotated[int | None, typer.Option(min=1, max=512, help="Given, and not searched for.")]
-Workers = Annotated[int | None, typer.Option(min=1, help="Given: what these would do.")]
+Workers = Annotated[int | None, typer.Option(min=1, max=MOST_WORKERS, help="Given: what these would do.")]
 Format = Annotated[Quantization, typer.Option(help="Of the base model's weights, as workers have it.")]
-Ranks = Annotated[int, typer.Option(min=1, help="GPUs that share the model, as workers have them.")]
+Ranks = Annotated[int, typer.Option(min=1, max=1024, help="GPUs that share the model, as workers have them.")]
 CurveFile = Annotated[
     Path | None, typer.Option(help="A step curve of one's own, as bench/plan_check.py measures it.", **_FILE)
 ]

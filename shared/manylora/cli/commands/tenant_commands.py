@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from manylora.cli.commands.limits import MAX_UINT64
 from manylora.cli.commands.on_cluster import on_cluster
 from manylora.cli.output import Target
 
@@ -24,7 +25,9 @@ def apply(
     file: PolicyFile,
     expect_version: Annotated[
         int | None,
-        typer.Option(min=0, help="Only if the tenant is at this version; 0: only if there is no such tenant."),
+        typer.Option(
+            min=0, max=MAX_UINT64, help="Only if the tenant is at this version; 0: only if there is no such tenant."
+        ),
     ] = None,
     *,
     target: Target,

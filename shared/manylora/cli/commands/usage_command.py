@@ -86,6 +86,8 @@ def usage_report(
         parsed_month(month)
     except InvalidRequest as e:
         raise usage_error(f"--{e.message}") from None
+    except (ValueError, OverflowError):  # of the last month that a date can have
+        raise usage_error(f"--month: {month[:40]!r} ends after the last date that there is, of 9999") from None
     run(usage_report.report(connect(server, key), month, tenant, to_csv=to_csv, html=html), as_json=False)
 
 

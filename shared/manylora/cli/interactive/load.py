@@ -33,7 +33,7 @@ from manylora.client.credentials import KEY_VARIABLE, find_ca, find_key, read_ke
 from manylora.load import report
 from manylora.load.endpoint import Endpoint, EndpointFailed
 from manylora.load.planning.arrivals import TraceRow
-from manylora.load.planning.fields import BadMix
+from manylora.load.planning.fields import UNREADABLE_YAML, BadMix
 from manylora.load.planning.mix import Mix, mix_of
 from manylora.load.planning.traces import rows_of
 from manylora.load.run import Run
@@ -64,8 +64,8 @@ def planned(file: Path | None, given: Mapping[str, Any], changed: Collection[str
             raise usage_error(f"{_flag(name)}: is the mix file's to say")
     try:
         document = yaml.safe_load(read_file(file))
-    except yaml.YAMLError as error:
-        raise usage_error(f"{name_of(file)}: {error}") from None
+    except UNREADABLE_YAML as error:
+        raise usage_error(f"{name_of(file)}: is no YAML: {error}") from None
     folder = Path() if str(file) == "-" else file.parent
     try:
         return mix_of({**document, **whole} if isinstance(document, dict) else document, lambda n: _trace(folder / n))

@@ -18,12 +18,21 @@ from manylora.load.planning.arrivals import (
     TraceRow,
 )
 from manylora.load.planning.fields import BadMix, Fields
-from manylora.load.planning.sizes import Length, length_of, zipf_weights
+from manylora.load.planning.sizes import MAX_TOKENS, MOST_CV, Length, length_of, zipf_weights
 
 KINDS = ("poisson", "constant", "gamma", "on-off", "diurnal", "trace", "closed")
 APIS = ("completions", "chat")
 PROMPTS = ("text", "ids")
 _MAX_COPIES = 100_000
+# Numbers within these neither overflow nor vanish in what is drawn by them.
+_SECONDS = {"at_least": 0.001, "at_most": 1e9}
+_RATE = {"at_least": 1e-9, "at_most": 1e6}
+_CV = {"at_least": 0.01, "at_most": MOST_CV}
+_FACTOR = {"at_least": 0.001, "at_most": 1e6}
+_SHARE = {"at_least": 1e-9, "at_most": 1e9}
+_MAX_REQUESTS = 10**9
+_MAX_RANK = 512
+_MAX_MS = 1e12
 
 ReadTrace = Callable[[str], tuple[TraceRow, ...]]  # raises BadMix
 
@@ -96,9 +105,9 @@ def mix_of(document: object, read_trace: ReadTrace) -> Mix:
         tenants=tenants,
         arrivals=common,
         url=fields.text("url"),
-        duration_s=fields.number("duration_s", above=0) if "duration_s" in fields else None,
-        requests=fields.count("requests", at_least=1) if "requests" in fields else None,
-        warmup_s=fields.number("warmup_s", 0.0, at_least=0),
+        duration_s=fields.number("duration_s", above=0, **_SECONDS) if "duration_s" in fields else None,
+        requests=fields.count("requests", at_least=1, at_most=_MAX_REQUESTS) if "requests" in fields else None,
+        warmup_s=fields.number("warmup_s", 0.0, at_least=0, at_most=_SECONDS["at_most"]),
         seed=fields.count("seed", 1),
         api=fields.one_of("api", APIS, "completions"),
         prompts=fields.one_of("prompts", PROMPTS, "text"),
@@ -149,21 +158,19 @@ def _tenants(
         model=fields.text("model", model),
         adapters=_adapters(fields),
         zipf=fields.number("zipf", 1.0, at_least=0),
-        base_part=fields.number("base_part", 0.0, at_least=0),
-        rank=fields.count("rank", 0),
+        base_part=fields.number("base_part", 0.0, at_least=0, at_most=1),
+        rank=fields.count("rank", 0, at_most=_MAX_RANK),
         key=_reference(fields),
         tenant_id=fields.text("tenant_id"),
         qos_class=fields.text("class"),
-        share=fields.number("share", 1.0, above=0),
-        weight=fields.number("weight", 1.0, above=0),
-        prefix_tokens=fields.count("prefix_tokens", 0),
+        share=fields.number("share", 1.0, above=0, **_SHARE),
+        weight=fields.number("weight", 1.0, above=0, **_SHARE),
+        prefix_tokens=fields.count("prefix_tokens", 0, at_most=MAX_TOKENS),
         slo=_slo(fields, slo),
         arrivals=arrivals,
         traced_lengths=not sizes,
     )
     fields.end()
-    if one.base_part > 1:
-        raise BadMix(f"{fields.at('base_part')}: must be at most 1")
     if count == 1:
         yield one
         return
@@ -187,7 +194,7 @@ def _adapters(fields: Fields) -> tuple[str, ...]:
     path, value = fields.at("adapters"), fields.raw("adapters", [])
     if isinstance(value, dict):
         inner = Fields(value, path)
-        pattern, count = inner.text("pattern"), inner.count("count", at_least=1)
+        pattern, count = inner.text("pattern"), inner.count("count", at_least=1, at_most=_MAX_COPIES)
         inner.end()
         if "{n}" not in pattern:
             raise BadMix(f"{path}.pattern: needs {{n}}")
@@ -208,7 +215,9 @@ def _slo(fields: Fields, default: Slo | None = None) -> Slo:
     if "slo" not in fields:
         return default or Slo()
     inner = Fields(fields.raw("slo"), fields.at("slo"))
-    targets = {name: inner.number(name, above=0) for name in ("ttft_ms", "tpot_ms", "e2e_ms") if name in inner}
+    targets = {
+        name: inner.number(name, above=0, at_most=_MAX_MS) for name in ("ttft_ms", "tpot_ms", "e2e_ms") if name in inner
+    }
     inner.end()
     return Slo(**targets)
 
@@ -235,25 +244,30 @@ def _process(fields: Fields, kind: str, read_trace: ReadTrace) -> Arrivals:
         case "trace":
             return Trace(
                 _rows(fields, read_trace),
-                fields.number("speed", 1.0, above=0),
-                fields.number("length_scale", 1.0, above=0),
-                fields.count("block_tokens", 512, at_least=1),
+                fields.number("speed", 1.0, above=0, **_FACTOR),
+                fields.number("length_scale", 1.0, above=0, **_FACTOR),
+                fields.count("block_tokens", 512, at_least=1, at_most=MAX_TOKENS),
             )
         case "closed":
-            return Closed(fields.count("streams", at_least=1), fields.number("think_s", 0.0, at_least=0))
-    rate = fields.number("rate", above=0)
+            return Closed(
+                fields.count("streams", at_least=1, at_most=_MAX_COPIES),
+                fields.number("think_s", 0.0, at_least=0, at_most=_SECONDS["at_most"]),
+            )
+    rate = fields.number("rate", above=0, **_RATE)
     match kind:
         case "constant":
             return Constant(rate)
         case "gamma":
-            return Gamma(rate, fields.number("cv", 2.0, above=0))
+            return Gamma(rate, fields.number("cv", 2.0, above=0, **_CV))
         case "on-off":
-            return OnOff(rate, fields.number("on_s", 5.0, above=0), fields.number("off_s", 15.0, at_least=0))
+            return OnOff(
+                rate,
+                fields.number("on_s", 5.0, above=0, **_SECONDS),
+                fields.number("off_s", 15.0, at_least=0, at_most=_SECONDS["at_most"]),
+            )
         case "diurnal":
-            swing = fields.number("swing", 0.8, at_least=0)
-            if swing > 1:
-                raise BadMix(f"{fields.at('swing')}: must be at most 1")
-            return Diurnal(rate, fields.number("period_s", 600.0, above=0), swing)
+            swing = fields.number("swing", 0.8, at_least=0, at_most=1)
+            return Diurnal(rate, fields.number("period_s", 600.0, above=0, **_SECONDS), swing)
     return Poisson(rate)
 
 

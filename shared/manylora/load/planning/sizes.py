@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from manylora.load.planning.fields import BadMix, Fields
+from manylora.load.planning.fields import BadMix, Fields, shown
 
-_MAX_TOKENS = 1 << 24
+MAX_TOKENS = 1 << 24
+MOST_CV = 100.0  # beyond it a drawn value is nearly always at one of its ends
+_DIGITS = len(str(MAX_TOKENS))
 
 
 @dataclass(frozen=True)
@@ -37,20 +39,25 @@ def length_of(value: object, path: str) -> Length:
         return _within(value, value, path)
     if isinstance(value, str):
         first, dash, last = (part.strip() for part in value.partition("-"))
-        if first.isdecimal() and (last if dash else first).isdecimal():
+        if all(part.isdecimal() and len(part) <= _DIGITS for part in ((first, last) if dash else (first,))):
             return _within(int(first), int(last if dash else first), path)
     if isinstance(value, dict):
         fields = Fields(value, path)
-        mean, cv = fields.number("mean", at_least=1), fields.number("cv", 1.0, at_least=0)
-        range_ = _within(fields.count("min", 1), fields.count("max", _MAX_TOKENS), path)
+        mean, cv = (
+            fields.number("mean", at_least=1, at_most=MAX_TOKENS),
+            fields.number("cv", 1.0, at_least=0, at_most=MOST_CV),
+        )
+        range_ = _within(
+            fields.count("min", 1, at_most=MAX_TOKENS), fields.count("max", MAX_TOKENS, at_most=MAX_TOKENS), path
+        )
         fields.end()
         return Length(range_.least, range_.most, mean, cv)
-    raise BadMix(f"{path}: must be a number, LEAST-MOST or a mapping with mean, not {value!r}")
+    raise BadMix(f"{path}: must be a number, LEAST-MOST or a mapping with mean, not {shown(value)}")
 
 
 def _within(least: int, most: int, path: str) -> Length:
-    if not 1 <= least <= most <= _MAX_TOKENS:
-        raise BadMix(f"{path}: {least} to {most} is no range of token counts")
+    if not 1 <= least <= most <= MAX_TOKENS:
+        raise BadMix(f"{path}: {shown(least)} to {shown(most)} is no range of token counts: 1 to {MAX_TOKENS}")
     return Length(least, most)
 
 

@@ -7,12 +7,14 @@ import datetime
 import functools
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 from manylora.load.planning.arrivals import TraceRow
 from manylora.load.planning.fields import BadMix
+from manylora.load.planning.sizes import MAX_TOKENS
 
 _TIMES = ("timestamp", "arrived_at", "at_s", "time")
 _PROMPTS = ("contexttokens", "input_length", "prompt_tokens", "input_tokens")
@@ -30,7 +32,7 @@ def rows_of(lines: Iterable[str], name: str) -> tuple[TraceRow, ...]:
     for number, record in _of_json(all_lines) if first.lstrip().startswith("{") else _of_csv(all_lines):
         try:
             found.append(_row(record()))
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise BadMix(f"{name}: line {number}: {error}") from None
     if not found:
         raise BadMix(f"{name}: has no requests")
@@ -54,9 +56,11 @@ def _of_csv(lines: Iterable[str]) -> Iterator[tuple[int, Record]]:
 
 def _row(record: Mapping[str, Any]) -> TraceRow:
     prompt, output = int(_first(record, _PROMPTS)), int(_first(record, _OUTPUTS))
-    if prompt < 0 or output < 0:
-        raise ValueError("a count of tokens is below 0")
+    if not (0 <= prompt <= MAX_TOKENS and 0 <= output <= MAX_TOKENS):
+        raise ValueError(f"a count of tokens is not between 0 and {MAX_TOKENS}")
     at_s = _seconds(_first(record, _TIMES)) / (1000 if _MS_FORM in record else 1)
+    if not math.isfinite(at_s):
+        raise ValueError("its time is not finite")
     return TraceRow(at_s, max(1, prompt), max(1, output), tuple(int(each) for each in record.get("hash_ids") or ()))
 
 
