@@ -217,3 +217,29 @@ def test_rotations_side_by_side_by_kernels(
             torch.testing.assert_close(row.cpu(), oracle.logits(stream.tokens, adapter)[-1], atol=1e-3, rtol=0)
         for stream, _, _ in streams:
             stream.output.append(stream.prompt[0])
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"rope_theta": 1.0},
+        {"rope_theta": 1e-300},
+        {"beta_fast": 1e308},
+        {"beta_slow": 1e-320},
+        {"attention_factor": 1e308},
+        {"mscale": 1e308, "mscale_all_dim": 1e-320},
+    ],
+    ids=str,
+)
+def test_a_rotation_that_cannot_be_computed_is_refused_when_it_is_read(
+    family_of: FamilyOf, tmp_path: Path, numbers: dict[str, float]
+) -> None:
+    """In a step its error would be that of everybody in the batch."""
+    family = family_of("llama")
+    copy = tmp_path / "adapter"
+    shutil.copytree(next(iter(family.adapters.values())), copy)
+    scaled = put_scaled(copy, {"rope_type": "yarn", "factor": 2.0, **numbers})
+    base = load_model(str(family.folder), max_model_len=LONGEST).adapter_base()
+    with pytest.raises(AdapterInvalid) as error:
+        read_adapter(scaled, base, LIMITS)
+    assert [each.field for each in error.value.violations] == ["rope_scaling"]

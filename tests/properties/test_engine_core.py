@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 import pytest
@@ -9,15 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manylora_shared.errors import InvalidRequest
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
-from manylora_sim.fake_runner import FakeAdapterBackend, FakeRunner
+from manylora_sim.fake_runner import FakeAdapterBackend, FakeRunner, FakeStep
 from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.adapters.loading import LOOK_AGAIN_S
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.engine.outbox import RequestEnd
-from manylora_worker.kinds.api import EngineRequest, FinishReason
+from manylora_worker.kinds.api import EngineRequest, FinishReason, Sampled, StepBatch
 from manylora_worker.planning.step_planner import PlannerLimits
 
-from tests.properties.engine_suite import CONTEXT, Collector, FaultyAheadRunner, FaultyRunner, make_engine, make_request
+from tests.properties.engine_rig import BLOCK, A, B, Rig
+from tests.properties.engine_suite import (
+    CONTEXT,
+    Collector,
+    FaultyAheadRunner,
+    FaultyRunner,
+    make_engine,
+    make_request,
+)
 
 
 @pytest.mark.long
@@ -197,3 +207,86 @@ def test_how_soon_the_engine_looks_again_where_no_step_can_begin() -> None:
     assert core.rest_s() is None, "resuming is news too"
     core.resume(RequestId("r"))
     assert core.begin_step(now) is not None
+
+
+@pytest.mark.parametrize(("slots", "num_blocks"), [(8, 100), (16, 400)])
+@pytest.mark.parametrize("part", [0.3, 0.6, 0.9, 0.99])
+def test_a_long_prompt_begins_beside_a_flood_of_short_ones(slots: int, num_blocks: int, part: float) -> None:
+    """Quanta end one by one: what each leaves free would be the flood's again."""
+    rng = random.Random(slots)
+    rig = Rig.make(num_blocks, slots, batch_tokens=256)
+
+    def flood() -> None:
+        here = [request_id for request_id in rig.requests if request_id not in rig.ended]
+        for _ in range(slots + slots // 2 - sum(request_id.startswith(A) for request_id in here)):
+            rig.add(A, rng.randint(10, 40), rng.randint(10, 60))
+
+    for _ in range(60):
+        flood()
+        rig.step()
+    long = rig.add(B, int(part * num_blocks) * BLOCK - 4, 4)
+    waited = 0
+    while not rig.is_admitted(long) and waited < 100:
+        flood()
+        rig.step()
+        waited += 1
+    assert waited < 100, "it is a few quanta"
+
+
+class Trials(FaultyRunner):
+    """A step with the adapter `bad` fails."""
+
+    batches: list[list[object]]
+
+    def execute(self, batch: StepBatch) -> SequenceOf[Sampled]:
+        self.batches = [*getattr(self, "batches", []), [chunk.adapter_uid for chunk in batch.chunks]]
+        if any(chunk.adapter_uid == "bad" for chunk in batch.chunks):
+            raise ZeroDivisionError
+        return super().execute(batch)
+
+
+class TrialsAhead(FaultyAheadRunner):
+    batches: list[list[object]]
+
+    def submit(self, batch: StepBatch) -> FakeStep:
+        self.batches = [*getattr(self, "batches", []), [chunk.adapter_uid for chunk in batch.chunks]]
+        if self.batches.count(["bad"]) % 2 and self.batches[-1] == ["bad"]:
+            raise ZeroDivisionError
+        return super().submit(batch)
+
+    def execute(self, batch: StepBatch) -> SequenceOf[Sampled]:
+        if any(chunk.adapter_uid == "bad" for chunk in batch.chunks):
+            raise ZeroDivisionError
+        return super().execute(batch)
+
+
+@pytest.mark.parametrize("make_runner", [Trials, TrialsAhead])
+def test_a_trials_step_is_its_own_and_its_error_nobody_elses(make_runner: type[Trials | TrialsAhead]) -> None:
+    core, runner = make_engine(200, batch_tokens=32, slots=6, make_runner=make_runner)
+    collector = Collector()
+
+    def add(request: EngineRequest) -> None:
+        collector.add(request)
+        core.add(request, 0.0)
+
+    def step() -> None:
+        collector.take(list(core.step(0.0)), list(core.take_ended()))
+        core.check_invariants()
+        assert core.step_error is None
+
+    for i in range(9):
+        add(make_request(f"r{i}", 5 + i, 30, tenant=f"t{i % 3}"))
+    names = [f"trial{i}" for i in range(6)]
+    for i, name in enumerate(names):
+        for _ in range(3):
+            step()
+        uid = AdapterUid("bad" if i < 4 else "good")
+        add(replace(make_request(name, 3, 1, tenant="late"), adapter_uid=uid, is_trial=True))
+    while core.has_work() or core.num_in_flight:
+        step()
+    reasons = {end.request_id: end.reason for end in collector.ends.values()}
+    assert [reasons[RequestId(name)] for name in names[:4]] == [FinishReason.ADAPTER_FAILED] * 4
+    others = {reason for name, reason in reasons.items() if name not in names[:4]}
+    assert others <= {FinishReason.STOP, FinishReason.LENGTH}, "whose texts the collector has checked"
+    mixed = [batch for batch in runner.batches if {"bad", "good"} & set(batch) and len(batch) > 1]
+    assert not mixed, "tried beside others"

@@ -22,7 +22,7 @@ from tests.properties.engine_suite import (
     make_engine,
     make_request,
 )
-from tests.properties.odd import Odd, allows
+from tests.properties.odd import Matcher, Odd, allows
 
 RUNNERS = [FaultyRunner, FaultyAheadRunner]
 
@@ -150,3 +150,37 @@ def test_a_step_that_fails_beside_masks_ends_its_requests_alone() -> None:
         core.step(0.0)
     assert isinstance(core.step_error, RuntimeError)
     run(core, [request_of(1, (4, 20, 1, 30, 1000, 1000, 0))])
+
+
+class Stuck(Matcher):
+    def take(self, token_ids: SequenceOf[int]) -> None:
+        super().take(token_ids)
+        self._polls = 1 << 30
+
+
+class NeverReady(Odd):
+    """A grammar whose masks, but for the first, take longer than the test."""
+
+    def matcher(self) -> Matcher:
+        return Stuck(self)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_rows_that_wait_for_a_mask_give_their_slots_to_who_can_use_them(runner: type[FaultyRunner]) -> None:
+    core, _ = make_engine(400, slots=4, batch_tokens=64, chunk=32, make_runner=runner)
+    ended: list[RequestId] = []
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            core.step(0.0)
+            ended.extend(end.request_id for end in core.take_ended())
+            core.check_invariants()
+
+    core.add(make_request("b0", 8, 40, tenant="b"), 0.0)
+    steps(5)  # so a, who comes now, has not come as far when b asks again
+    for i in range(6):
+        core.add(replace(make_request(f"a{i}", 4, 30, tenant="a"), constraint=NeverReady(100)), 0.0)
+    steps(100)
+    core.add(make_request("b1", 8, 20, tenant="b"), 0.0)
+    steps(200)
+    assert ended == ["b0", "b1"]

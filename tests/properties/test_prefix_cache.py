@@ -349,6 +349,22 @@ def test_who_leaves_a_group_finds_and_leaves_nothing_there_with_new_requests() -
     run.finish()
 
 
+def test_a_request_that_waits_while_its_tenant_leaves_a_group_leaves_nothing_there() -> None:
+    run = make_run(PrefixKeys(SECRET, "m"), num_blocks=64)
+    late = TenantId("late")
+    run.put_in_group(A, "g")
+    run.core.add(request_of("waits", A, None, range(17), 4), 0.0)
+    run.put_in_group(A, None)
+    run.finish()
+    run.put_in_group(late, "g")
+    assert ask(run, "late", late) == 0
+    run.put_in_group(A, "g")
+    run.core.add(request_of("asks", A, None, range(17), 4), 0.0)
+    run.put_in_group(A, None)
+    run.finish()
+    assert ask(run, "own", A) == 0
+
+
 def test_what_was_computed_before_a_change_of_groups_is_found_by_nobody() -> None:
     run = make_run(PrefixKeys(SECRET, "m"), num_blocks=64)
     late = TenantId("late")

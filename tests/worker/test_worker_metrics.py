@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from manylora_shared.composition import Part, key_of
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
-from manylora_shared.sampling import Sampling
 from manylora_shared.telemetry import Attribute, Metrics, Telemetry
 from manylora_sim.fake_runner import FakeAdapterBackend, FakeRunner
 from manylora_worker.adapters.cache import AdapterCacheLimits, TenantAdapters
@@ -13,7 +14,7 @@ from manylora_worker.engine.counters import Setbacks, StepSeconds
 from manylora_worker.engine.outbox import RequestEnd
 from manylora_worker.hosting.output_stream import EndKind, StreamEnd
 from manylora_worker.hosting.view import EngineView
-from manylora_worker.kinds.api import AdapterTier, EngineRequest, FinishReason
+from manylora_worker.kinds.api import AdapterTier, EngineRequest, FinishReason, Sampling
 from manylora_worker.kinds.sequence import GroupTimes
 from manylora_worker.planning.step_planner import PlannerLimits
 from manylora_worker.serving.metrics import MAX_ADAPTERS, MAX_TENANTS, EngineMetrics, WorkerMetrics
@@ -99,6 +100,37 @@ def test_what_is_resident_is_told_by_name_to_gateways_and_cold_starts_by_tier() 
     assert told("vllm:request_success_total") == [
         'vllm:request_success_total{engine="0",finished_reason="stop",model_name="base"} 1.0'
     ]
+
+
+def ended_by(request: EngineRequest) -> set[str]:
+    """What vllm:request_success_total says of it, run to its end; its context has 16 tokens."""
+    limits = EngineLimits(PlannerLimits(16, 8, 2), AdapterCacheLimits(8, 8), max_requests=8)
+    runner = FakeRunner(num_blocks=8, block_size=4, max_context_tokens=16)
+    core = EngineCore(runner, FakeAdapterBackend(lambda: 0.0), limits)
+    view, telemetry = EngineView(core.stats(), 8, lambda command: None), Telemetry.recording("worker")
+    metrics = WorkerMetrics(view, telemetry, model="base", block_bytes=100, sequence_slots=2, device_adapter_bytes=1000)
+    core.add(request, 0.0)
+    ends: list[RequestEnd] = []
+    for now in range(40):
+        for output in core.step(float(now)):
+            if output.token_ids and output.choice == 1:
+                core.stop_choice(request.request_id, 1, float(now))  # as by a stop string
+        ends += core.take_ended()
+    (end,) = ends
+    metrics.ended(request, StreamEnd(EndKind.COMPLETED, "", end))
+    lines = telemetry.exposition()[0].decode().splitlines()
+    return {reason for reason in ("length", "stop") for line in lines if f'finished_reason="{reason}"' in line}
+
+
+def test_a_success_is_counted_by_how_its_choices_ended() -> None:
+    plain = EngineRequest(RequestId("r"), TenantId("acme"), QosClass.BATCH, None, (1, 2), 6, Sampling(seed=1))
+    assert ended_by(plain) == {"length"}
+    assert ended_by(replace(plain, emitted=((3, 4, 5),))) == {"length"}, "this attempt has drawn half of it"
+    assert ended_by(replace(plain, max_tokens=60)) == {"length"}, "the context is full"
+    assert ended_by(replace(plain, n=2)) == {"length"}, "one of its choices was"
+    stops = frozenset(range(1 << 16))
+    assert ended_by(replace(plain, stop_token_ids=stops)) == {"stop"}
+    assert ended_by(replace(plain, stop_token_ids=stops, max_tokens=1)) == {"stop"}, "as many as it may have"
 
 
 def test_a_composition_counts_each_of_its_parts_and_waits_for_the_farthest() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 from manylora_shared.fairness.costs import OUTPUT_TOKEN_COST, QUANTUM_TOKENS
@@ -74,6 +76,22 @@ def test_a_quantum_pays_for_all_that_is_done(
             sequence.judged(chunk.num_guesses, num_right)
         seen = sequence.num_drafted_tokens
         assert seen <= sequence.num_computed_tokens
+
+
+def test_what_a_quantum_can_pay_for_never_costs_more_than_it_has() -> None:
+    """Every share p/q."""
+    sequence = decoding(4000)
+    shares = {numerator / denominator for denominator in range(1, 101) for numerator in range(1, denominator + 1)}
+    for share, tokens_left in itertools.product(shares, range(1, QUANTUM_TOKENS + 1)):
+        drafts = Drafts(DraftModel(share, 8192))
+        unit = unit_of(sequence)
+        unit.tokens_left = tokens_left
+        while unit.tokens_left > 0:
+            chunk = drafts.with_draft(unit, unit.tokens_left - 1, 4000)
+            assert chunk is not None
+            drafts.take(unit, chunk)
+            unit.tokens_left -= 1 + chunk.num_guesses
+            assert unit.tokens_left >= 0, share
 
 
 def test_a_sequence_waits_for_its_draw_only_when_the_draft_model_has_seen_the_rest() -> None:

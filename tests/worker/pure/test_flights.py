@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import traceback
+import weakref
+from collections.abc import Mapping
+
 import pytest
 from manylora_shared.ids import QosClass
-from manylora_sim.fake_runner import AheadFakeRunner, FakeRunner
+from manylora_sim.fake_runner import AheadFakeRunner, FakeRunner, FakeStep
 from manylora_worker.engine.flights import Begun, Flights, chunk_of, part_of
 from manylora_worker.kinds.api import RunnerLost, Sampled, StepBatch
 from manylora_worker.kinds.sequence import Sequence, SequenceStatus
@@ -92,6 +97,107 @@ def test_a_chunk_is_what_comes_next_of_the_sequence() -> None:
     chunk = chunk_of(item)
     assert (chunk.start_position, tuple(chunk.token_ids), chunk.samples) == (4, (4, 5, 6), False)
     assert (chunk.output_index, tuple(chunk.block_table)) == (0, (0, 1))
+
+
+class Activations:
+    """What a step has on the device."""
+
+
+class NoRoom(RuntimeError):
+    pass
+
+
+class Device:
+    """Has no room. It knows what is still there of what was made on it."""
+
+    def __init__(self) -> None:
+        self._made: list[weakref.ref[Activations]] = []
+
+    @property
+    def num_held(self) -> int:
+        assert self._made
+        return sum(each() is not None for each in self._made)
+
+    def make(self) -> Activations:
+        made = Activations()
+        self._made.append(weakref.ref(made))
+        return made
+
+    def forward(self) -> None:
+        activations = self.make()
+        try:
+            self._head()
+        except MemoryError as error:
+            raise NoRoom(id(activations)) from error
+
+    def _head(self) -> None:
+        logits = self.make()
+        raise MemoryError(id(logits))
+
+
+class FailingStep(FakeStep):
+    def __init__(self, device: Device, where: str) -> None:
+        self._device = device
+        self._where = where
+
+    def is_over(self) -> bool:
+        return True
+
+    def draw(self, masks: Mapping[int, bytes]) -> None:
+        if self._where == "draw":
+            self._device.forward()
+
+    def result(self) -> list[Sampled]:
+        if self._where == "result":
+            self._device.forward()
+        return []
+
+
+class FailingRunner(FakeRunner):
+    def __init__(self, device: Device) -> None:
+        super().__init__(num_blocks=4, block_size=4)
+        self._device = device
+
+    def execute(self, batch: StepBatch) -> list[Sampled]:
+        self._device.forward()
+        return []
+
+
+class FailingAheadRunner(AheadFakeRunner):
+    def __init__(self, device: Device, where: str) -> None:
+        super().__init__(num_blocks=4, block_size=4)
+        self._device = device
+        self._where = where
+
+    def submit(self, batch: StepBatch) -> FailingStep:
+        if self._where == "submit":
+            self._device.forward()
+        return FailingStep(self._device, self._where)
+
+
+@pytest.mark.parametrize("where", ["execute", "submit", "result", "draw"])
+def test_nothing_of_a_failed_step_is_held_by_its_error(where: str) -> None:
+    device = Device()
+    flights = Flights(FailingRunner(device) if where == "execute" else FailingAheadRunner(device, where))
+    item = scheduled()
+    part = part_of(item)
+    part.mask_follows = where == "draw"
+    gc.disable()
+    try:
+        flights.submit(StepBatch([chunk_of(item)]), Begun([part], BlockWork(), 1.0, QosClass.STANDARD))
+        if where in ("execute", "submit"):
+            assert device.num_held == 0, "the next step may begin before this one is ended"
+        error = flights.wait()
+        flights.end()
+        assert device.num_held == 0
+        assert isinstance(error, NoRoom)
+        told = "".join(traceback.format_exception(error))
+        assert all(f"in {name}\n" in told for name in ("forward", "_head", "wait")), "the log says where it was"
+        gone = weakref.ref(error)
+        del error
+        assert gone() is None, "it is in a cycle"
+    finally:
+        gc.enable()
 
 
 class LostRunner(FakeRunner):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from manylora_worker.engine.outbox import Outbox, RequestEnd
 from manylora_worker.kinds.api import FinishReason, Logprobs, Sampled
@@ -35,6 +37,15 @@ def test_a_request_was_completed_unless_its_last_choice_was_cut_short(reason: Fi
     is_completed = reason in (FinishReason.STOP, FinishReason.LENGTH)
     assert end.reason is (FinishReason.STOP if is_completed else reason)
     assert (end.message, end.cached_prompt_tokens) == ("why", 0)
+
+
+@pytest.mark.parametrize("reasons", [*itertools.product((FinishReason.STOP, FinishReason.LENGTH), repeat=2)])
+def test_one_choice_that_was_too_long_makes_the_request_so(reasons: tuple[FinishReason, ...]) -> None:
+    group = group_of(request_of(n=2))
+    for sequence, reason in zip(group.sequences, reasons, strict=True):
+        sequence.finish_reason = reason
+    end = RequestEnd.of(group, reasons[-1], "", 5.0)
+    assert (end.reason, end.by_length) == (FinishReason.STOP, FinishReason.LENGTH in reasons)
 
 
 def test_phases_end_where_the_next_began_or_with_the_request() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from manylora_shared.fairness.costs import QUANTUM_TOKENS
 from manylora_worker.kinds.sequence import Sequence
 from manylora_worker.memory.tenant_shares import TenantShare
 from manylora_worker.planning.reclaim import Reclaim, Room, least_recent
+from manylora_worker.planning.slots import Slots
 
 from tests.worker.pure.rooms import A, B, Rooms, compute
 
 
 def reclaim_of(rooms: Rooms) -> Reclaim:
-    return Reclaim(rooms.pool, rooms.shares, rooms.swapper, rooms.queue.fair, rooms.parking.parked, rooms.queue.paused)
+    rest = rooms.queue.fair, rooms.parking.parked, rooms.queue.paused, Slots(4, QUANTUM_TOKENS)
+    return Reclaim(rooms.pool, rooms.shares, rooms.swapper, *rest)
 
 
 def room(rooms: Rooms, taker: Sequence, num_blocks: int, *, is_beside_others: bool = False) -> Room | None:

@@ -82,6 +82,18 @@ def test_what_was_not_used_for_long_is_lent_and_a_copy_sooner() -> None:
     assert evicted(plan(room, wanted("new", 4), now=60.0)) == ["theirs"]
 
 
+def test_idle_time_is_reckoned_alike_by_who_takes_and_who_checks() -> None:
+    """1.34 + 1.0 <= 2.34, but 2.34 - 1.34 < 1.0."""
+    for used_at in (i / 100 for i in range(200)):
+        room = room_of(20)
+        on_device(room, "mine", 10, a=0.0).pinned_by[A] = None
+        theirs = on_device(room, "theirs", 10, b=used_at)
+        after_s = room.borrow_after_s(theirs)
+        found = plan(room, wanted("new", 4), now=used_at + after_s)
+        for eviction in found.evictions if found is not None else ():
+            assert all(idle_s >= after_s for _, _, idle_s in eviction.losers.values()), used_at
+
+
 def test_an_adapter_counts_in_full_against_everybody_that_uses_it() -> None:
     room = room_of()
     on_device(room, "shared", 4, a=0.0, b=0.0)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from manylora_worker.kinds.api import PENDING_TOKEN
+from manylora_worker.kinds.guessing import FlowGuesses, Guessing, GuessTimes
 from manylora_worker.kinds.sequence import Sequence, SequenceStatus, Swap, SwapStage, sequence_id_of
+from manylora_worker.kinds.speculation import MOST_READ, MOST_TOKENS
 
 from tests.worker.pure.rooms import group_of, request_of
 
@@ -77,6 +82,65 @@ def test_blocks_are_the_copys_while_it_leaves_and_arrives() -> None:
     for stage, is_copying in ((SwapStage.LEAVING, True), (SwapStage.ON_HOST, False), (SwapStage.ARRIVING, True)):
         sequence.swap = Swap([], SequenceStatus.DECODE, stage)
         assert sequence.is_copying == is_copying
+
+
+class _Counted(tuple[int, ...]):
+    """A prompt that counts how many of its tokens are looked at."""
+
+    num_looked_at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        _Counted.num_looked_at += len(self)
+        return super().__iter__()
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        _Counted.num_looked_at += len(found) if isinstance(index, slice) else 1
+        return found
+
+
+def test_only_the_end_of_a_long_prompt_is_read_and_only_by_who_may_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    sequence = sequence_of(prompt=1)
+    monkeypatch.setattr(_Counted, "num_looked_at", 0)
+    prompt = _Counted(range(100_000))
+    sequence.group.request = replace(sequence.group.request, prompt_token_ids=prompt)
+    sequence.group.speculates = True
+    sequence.output_token_ids.append(7)
+    sequence.max_output_tokens = 100
+    times, flow = GuessTimes(), FlowGuesses()
+    sequence.guessing = Guessing(times, flow, 4)
+    flow.lost(1.0)
+    for _ in range(3):
+        assert sequence.guess(4) == (), "no plain step was measured"
+        times.plain(1.0)
+    for _ in range(64):
+        assert sequence.guess(4) == (), "the flow owes for what it has lost"
+        flow.drew_plain(1)
+    assert sequence.speculation is None
+    assert sequence.guess(0) == ()
+    assert (sequence.speculation, _Counted.num_looked_at) == (None, 0)
+    for _ in range(2 * MOST_TOKENS // MOST_READ):
+        assert sequence.guess(4) == (), "nothing repeats itself"
+    assert sequence.speculation is not None
+    assert 0 < _Counted.num_looked_at <= MOST_TOKENS
+
+
+def test_a_flow_in_debt_finds_out_whether_it_would_be_right() -> None:
+    sequence = sequence_of(prompt=16)
+    sequence.group.speculates = True
+    sequence.max_output_tokens = 100
+    times, flow = GuessTimes(), FlowGuesses()
+    for _ in range(3):
+        times.plain(1.0)
+    flow.lost(3.0)
+    flow.failed(0.5)  # so that a much higher rate may try again
+    sequence.guessing = Guessing(times, flow, 4)
+    for token_id in range(16):
+        assert sequence.guess(4) == ()
+        sequence.output_token_ids.append(token_id)
+        if sequence.speculation is not None:
+            sequence.speculation.tell(token_id)
+    assert sequence.speculation is not None
 
 
 def test_the_first_choice_that_is_not_finished_leads() -> None:

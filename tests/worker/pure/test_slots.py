@@ -56,6 +56,16 @@ def test_units_that_are_through_are_taken_out_together() -> None:
     assert list(slots.units) == [going]
 
 
+def test_a_quantum_that_has_cost_more_than_it_had_is_through() -> None:
+    slots = Slots(2, 16)
+    unit = unit_of(sequence_of(1), ends_at=4)
+    slots.take(unit)
+    unit.tokens_left = -1
+    assert slots.take_ended() == [unit]
+    slots.check_invariants()
+    assert not len(slots)
+
+
 def test_quanta_that_begin_together_end_apart() -> None:
     slots = Slots(4, 16)
     ends = []

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 from manylora_worker.kinds.guessing import MOST_GUESSES
-from manylora_worker.kinds.speculation import Speculation
+from manylora_worker.kinds.speculation import MOST_READ, MOST_TOKENS, Speculation
 
 
 def told(speculation: Speculation, tokens: list[int]) -> None:
@@ -33,6 +33,38 @@ def test_text_that_never_repeats_is_never_guessed() -> None:
     for token in rng.sample(range(10**6, 2 * 10**6), 500):
         speculation.tell(token)
         assert not speculation.is_worth_it
+
+
+def test_the_first_guess_is_of_what_followed_the_prompts_last_tokens() -> None:
+    prompt = [1, 2, 3, 50, 1, 2, 3, 60, 70, 80, 90, 1, 2, 3]  # 1 2 3 stood in three places
+    for following, is_right in ((60, True), (50, False)):
+        speculation = Speculation(prompt)
+        rate = speculation.rate
+        speculation.tell(following)
+        assert (speculation.rate > rate) == is_right
+
+
+def test_a_long_prompt_is_read_in_parts_and_no_farther_back_than_is_remembered() -> None:
+    rng = random.Random(2)
+    prompt = [rng.randrange(10**6) for _ in range(131_000)]
+    speculation = Speculation(prompt)
+    parts = [speculation.read_on() for _ in range(2 * MOST_TOKENS // MOST_READ)]
+    assert max(parts) == MOST_READ
+    assert sum(parts) == MOST_TOKENS - MOST_READ, "the first part was read at once"
+    assert parts[-1] == 0
+    told(speculation, prompt[-100:-90])
+    assert speculation.guess(4) == prompt[-90:-86]
+
+
+def test_what_is_told_meanwhile_is_read_in_its_turn() -> None:
+    rng = random.Random(3)
+    prompt = [rng.randrange(10**6) for _ in range(2 * MOST_READ)]
+    speculation = Speculation(prompt)
+    told(speculation, prompt[:20])
+    assert not speculation.is_worth_it, "it is not through: it knows no place"
+    assert [speculation.read_on() for _ in range(3)] == [MOST_READ, 20, 0]
+    told(speculation, prompt[20:30])
+    assert speculation.guess(4) == prompt[30:34]
 
 
 def test_a_text_that_repeats_itself_is_guessed_beyond_its_end() -> None:

@@ -285,7 +285,7 @@ class _Search:
     def long_idle(self, after_s: Callable[[Entry], float]) -> None:
         def is_idle(entry: Entry) -> bool:
             used_at = max(self._claims(entry).values(), default=None)
-            return used_at is None or used_at + after_s(entry) <= self._now
+            return used_at is None or self._now - used_at >= after_s(entry)
 
         self._evict_if(is_idle)
 

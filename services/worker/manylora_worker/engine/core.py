@@ -150,6 +150,7 @@ class EngineCore:
         self._shares.set(tenant_id, share)
         if self._shares.cache_scope(tenant_id) != scope:
             self._pool.forget_computed(tenant_id)
+            self._requests.leave_scope(tenant_id)
         self._note_longest(tenant_id)
         self._planner.shares_changed(tenant_id)
         self._adapters.weights_changed()
@@ -328,7 +329,7 @@ class EngineCore:
         return self._flights.wait()
 
     def end_step(self, result: SequenceOf[Sampled] | Exception, now: float) -> None:
-        """An exception ends every request of the oldest step and of the one behind it."""
+        """An exception ends every request of the oldest step and of the one behind it; a trial's, the trial alone."""
         self._planner.parking.tick(now)
         flight = self._flights.end()
         self._counters.steps += 1
@@ -511,7 +512,7 @@ class EngineCore:
     def _settle(self, part: Part, sampled: Sampled | None, now: float) -> None:
         sequence = part.scheduled.sequence
         group = sequence.group
-        self._leave_step(part)
+        part.leave()
         if part.is_undrawn:
             if not sequence.is_finished:
                 self._masks.came_too_late(sequence)
@@ -535,28 +536,24 @@ class EngineCore:
                 group.times.first_token_s = now
             self._take_tokens(part, sampled, now)
 
-    def _leave_step(self, part: Part) -> None:
-        sequence = part.scheduled.sequence
-        sequence.num_guesses = 0
-        sequence.num_steps_in_flight -= 1
-        sequence.num_pending_tokens -= part.scheduled.samples
-
     def _fail(self, flight: Flight, error: Exception, now: float) -> None:
-        self.step_error = error
         message = f"the step failed: {type(error).__name__}: {error}"
-        lost = [flight, *self._flights]
-        while self._flights:
-            self._flights.wait()  # its blocks are about to be given away
-            self._flights.end()
+        lost, reason = [flight], FinishReason.ADAPTER_FAILED
+        if not flight.is_trial:
+            self.step_error, reason = error, FinishReason.ERROR
+            lost += self._flights
+            while self._flights:
+                self._flights.wait()  # its blocks are about to be given away
+                self._flights.end()
         self._counters.failed_steps += len(lost)
         self._counters.steps += len(lost) - 1
         for each in lost:
             self._pool.reject(each.work)
             for part in each.parts:
-                self._leave_step(part)
+                part.leave()
         for each in lost:
             for part in each.parts:
-                self._endings.end_request(part.scheduled.sequence.group, FinishReason.ERROR, message, now, refund=True)
+                self._endings.end_request(part.scheduled.sequence.group, reason, message, now, refund=True)
         self._endings.let_go()
 
     def _end_unsound(self, sequence: Sequence, message: str, now: float) -> None:

@@ -4,6 +4,7 @@ one sequence's share of a step.
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -46,6 +47,13 @@ class Part:
     def is_answered(self) -> bool:
         return self.scheduled.samples or self.num_scored > 0
 
+    def leave(self) -> None:
+        """Its step is over."""
+        sequence = self.scheduled.sequence
+        sequence.num_guesses = 0
+        sequence.num_steps_in_flight -= 1
+        sequence.num_pending_tokens -= self.scheduled.samples
+
 
 class Begun(NamedTuple):
     """A step that was planned and is not submitted yet."""
@@ -63,6 +71,10 @@ class Flight(NamedTuple):
     qos_class: QosClass
     pending: PendingStep
     undrawn: AheadStep | None = None  # it draws when the masks of some of its rows are there
+
+    @property
+    def is_trial(self) -> bool:
+        return all(part.scheduled.sequence.group.request.is_trial for part in self.parts)
 
     @property
     def num_tokens(self) -> int:
@@ -147,7 +159,7 @@ class Flights:
         except RunnerLost:
             raise
         except Exception as error:  # whatever it is, it ends the batch's requests (EngineCore.end_step)
-            pending = Over(error)
+            pending = Over(_without_locals(error))
         self._flights.append(Flight(*begun, pending, undrawn))
 
     @property
@@ -168,7 +180,7 @@ class Flights:
         except RunnerLost:
             raise
         except Exception as error:
-            flight = flight._replace(pending=Over(error))
+            flight = flight._replace(pending=Over(_without_locals(error)))
         self._flights.append(flight)
 
     def wait(self) -> SequenceOf[Sampled] | Exception:
@@ -180,7 +192,7 @@ class Flights:
         except RunnerLost:
             raise
         except Exception as error:
-            return error
+            return _without_locals(error)
 
     def end(self) -> Flight:
         """Removes the oldest."""
@@ -201,6 +213,16 @@ class Flights:
                 if not 0 <= token_id < self._runner.vocab_size:
                     return RuntimeError(f"token {token_id} is not in the vocabulary")
         return result
+
+
+def _without_locals(error: Exception) -> Exception:
+    # What the failed step had on the device hangs on its frames, and the next step may need that room. An Over that
+    # raises the error is in a cycle with it. The traceback still says where it was.
+    errors: list[BaseException] = [error]
+    for each in errors:  # it grows
+        traceback.clear_frames(each.__traceback__)
+        errors += [other for other in (each.__cause__, each.__context__) if other is not None and other not in errors]
+    return error
 
 
 def part_of(item: Scheduled) -> Part:

@@ -34,6 +34,7 @@ class RequestEnd:
     ended_s: float
     kv_block_s: float = 0.0  # of the device, over all choices
     adapter_byte_s: float = 0.0  # of the device, its share of what others used too
+    by_length: bool = False  # that is how some choice ended
 
     @classmethod
     def of(cls, group: SequenceGroup, reason: FinishReason, message: str, now: float) -> RequestEnd:
@@ -49,6 +50,7 @@ class RequestEnd:
             num_evictions=group.num_evictions,
             times=group.times,
             ended_s=now,
+            by_length=any(sequence.finish_reason is FinishReason.LENGTH for sequence in group.sequences),
         )
 
     @property

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from collections.abc import Set as AbstractSet
 
-from manylora_shared.ids import RequestId
+from manylora_shared.ids import RequestId, TenantId
 
 from manylora_worker.engine.outbox import RequestEnd
 from manylora_worker.kinds.api import EngineRequest
@@ -89,6 +89,11 @@ class RequestTable:
         self._groups[request.request_id] = group
         self._num_unfinished += group.num_unfinished
         return group
+
+    def leave_scope(self, tenant_id: TenantId) -> None:
+        """Its requests that are here find nothing in the prefix cache any more, and leave nothing there."""
+        for group in self._groups.values():
+            group.has_left_scope |= group.request.tenant_id == tenant_id
 
     def remove(self, group: SequenceGroup) -> None:
         del self._groups[group.request.request_id]

@@ -14,7 +14,7 @@ from manylora_worker.kinds.constraint import Matcher
 from manylora_worker.kinds.flow import CacheScope, FlowKey
 from manylora_worker.kinds.guessing import Guessing
 from manylora_worker.kinds.holding import Holding
-from manylora_worker.kinds.speculation import Speculation
+from manylora_worker.kinds.speculation import MOST_TOKENS, Speculation
 
 
 # WAITING_ADAPTER --> WAITING <--> PREFILL --> DECODE --> ENDING --> FINISHED
@@ -218,12 +218,17 @@ class Sequence:
 
     def guess(self, most: int) -> SequenceOf[int] | None:
         """The next tokens, `most` at most. None: its last draw is worth waiting for, to guess from there."""
-        if not self.group.speculates:
+        most = min(most, self.max_output_tokens - self.num_output_tokens - 1)
+        if not self.group.speculates or most < 1 or self.guessing is None:
+            return ()
+        if self.guessing.length(rate=1.0) < 1:  # it may not guess, however right it were: so it reads nothing
             return ()
         if self.speculation is None:
-            self.speculation = Speculation((*self.group.request.prompt_token_ids, *self.output_token_ids))
-        length = 0 if self.guessing is None else self.guessing.length(self.speculation.rate)
-        most = min(most, length, self.max_output_tokens - self.num_output_tokens - 1)
+            end = self.num_tokens - self.num_pending_tokens
+            self.speculation = Speculation(self.tokens(max(0, end - MOST_TOKENS), end))
+        else:
+            self.speculation.read_on()
+        most = min(most, self.guessing.length(self.speculation.rate))
         if most < 1 or not self.speculation.is_worth_it:
             return ()
         return None if self.num_pending_tokens else self.speculation.guess(most)
@@ -274,6 +279,7 @@ class SequenceGroup:
     is_paused: bool = False  # its reader does not read: it takes no slot
     num_swaps: int = 0  # of its sequences to host memory
     num_evictions: int = 0  # its sequences lost their blocks and are computed again
+    has_left_scope: bool = False  # its tenant's: it finds nothing there any more, and leaves nothing
     cached_prompt_tokens: int | None = None  # in the cache when it was first admitted; None: it never was
     num_prompt_tokens_computed: int = 0  # by any choice, or found in the cache: in steps that have begun
     bars: RequestBars | None = field(init=False)

@@ -7,12 +7,14 @@ drawn, and a draw is a function of seed and position: so no answer is another fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from manylora_worker.kinds.guessing import MOST_GUESSES
 
 _MATCHED = 3  # last tokens that have to have stood before
 _REMEMBERED = 4096  # places: the latest
+MOST_TOKENS = _REMEMBERED + _MATCHED  # that it is begun with: what stands before them is never found
+MOST_READ = 512  # tokens at a time: all sequences of a step read on the engine's thread
 FIRST_GUESSES = 4  # of a step
 _WORTH = 0.6  # share of right guesses from which a step waits for its draw, where the next could go ahead of it
 _PATIENCE = 16  # guesses that the share is over, the later the more
@@ -21,18 +23,19 @@ _PATIENCE = 16  # guesses that the share is over, the later the more
 class Speculation:
     """Told each token in order. It guesses in secret as well: only what has been right of late is worth a step."""
 
-    __slots__ = ("_places", "_source", "_tokens", "rate")
+    # It reads a long prompt in parts, and guesses when it is through.
 
-    def __init__(self, token_ids: Iterable[int]) -> None:
-        self._tokens: list[int] = []
+    __slots__ = ("_num_read", "_places", "_source", "_tokens", "rate")
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._tokens = list(token_ids[-MOST_TOKENS:])
+        self._num_read = 0  # of the tokens: their places are known
         # by the last tokens: the place behind them where they stood last
         self._places: dict[tuple[int, ...], int] = {}
         self._source: int | None = None  # the place of the next token's guess
-        self.rate = 0.0  # of its guesses in secret, those that were right of late
-        for token_id in token_ids:
-            self._tokens.append(token_id)
-            self._remember()
-        self.rate = _WORTH / 2  # how the prompt repeats itself says little of the answer
+        # of its guesses in secret, those that were right of late; how the prompt repeats itself says little of that
+        self.rate = _WORTH / 2
+        self.read_on()
 
     @property
     def is_worth_it(self) -> bool:
@@ -44,8 +47,25 @@ class Speculation:
             is_right = self._tokens[source] == token_id
             self.rate += (is_right - self.rate) / _PATIENCE * 2
             self._source = source + 1 if is_right else None
+        is_through = self._num_read == len(self._tokens)
         self._tokens.append(token_id)
-        self._remember()
+        if is_through:
+            self.read_on()
+
+    def read_on(self) -> int:
+        """Once a step. Returns how many tokens it read."""
+        tokens, places, start = self._tokens, self._places, self._num_read
+        end = self._num_read = min(len(tokens), start + MOST_READ)
+        found = None
+        for place in range(max(start + 1, _MATCHED), end + 1):
+            last = tuple(tokens[place - _MATCHED : place])
+            found = places.pop(last, None)
+            places[last] = place
+            if len(places) > _REMEMBERED:
+                del places[next(iter(places))]
+        if self._source is None and end == len(tokens):  # an earlier place's guess is not of the next token
+            self._source = found
+        return end - start
 
     def guess(self, most: int) -> Sequence[int]:
         """None where it is not worth it."""
@@ -57,15 +77,3 @@ class Speculation:
         while len(found) < most:  # it repeats what it is in the middle of
             found += found[: most - len(found)]
         return found
-
-    def _remember(self) -> None:
-        tokens = self._tokens
-        if len(tokens) < _MATCHED:
-            return
-        last, places = tuple(tokens[-_MATCHED:]), self._places
-        found = places.pop(last, None)
-        if self._source is None:
-            self._source = found
-        places[last] = len(tokens)
-        if len(places) > _REMEMBERED:
-            del places[next(iter(places))]

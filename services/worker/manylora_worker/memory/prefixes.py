@@ -20,7 +20,7 @@ class Prefixes:
         asked for is found as far as they were computed.
         """
         keys, block_size = self._keys, self._pool.block_size
-        if keys is None:
+        if keys is None or sequence.group.has_left_scope:
             return []
         most = sequence.num_tokens - 1 if sequence.swap is None else sequence.num_computed_tokens
         if sequence.group.is_scoring:
@@ -30,7 +30,7 @@ class Prefixes:
 
     def publish(self, sequence: Sequence, start: int, end: int) -> None:
         keys, block_size = self._keys, self._pool.block_size
-        if keys is None:
+        if keys is None or sequence.group.has_left_scope:
             return
         for index in range(start // block_size, end // block_size):
             key = keys.key_at(sequence, index, block_size)

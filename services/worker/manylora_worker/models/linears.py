@@ -51,11 +51,15 @@ def linear_modules(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
 
 
 def head_modules_of(model: PreTrainedModel) -> set[str]:
+    """What comes before the layers or behind them: there rows are not a step's, but those whose logits are wanted."""
     heads = [model.get_input_embeddings(), model.get_output_embeddings()]
+    body = {id(module) for module in model.base_model.modules()}
     return {
         path
         for path, module in model.named_modules()
-        if isinstance(module, nn.Embedding) or any(module is head for head in heads)
+        if isinstance(module, nn.Embedding)
+        or any(module is head for head in heads)
+        or (isinstance(module, nn.Linear | Conv1D) and id(module) not in body)
     }
 
 

@@ -6,7 +6,6 @@ parts; then it guesses behind the last one. Its work counts in the quantum, by i
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from manylora_shared.fairness.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
@@ -21,13 +20,15 @@ _NEAR = 8  # tokens unseen, from where a sequence waits for its last draw
 class Drafts:
     def __init__(self, model: DraftModel | None) -> None:
         self._model = model
+        # In whole numbers: what `_affordable` finds in floats may cost one more than there is.
+        self._part, self._whole = (0, 1) if model is None else model.share.as_integer_ratio()
 
     def drafts(self, sequence: Sequence) -> bool:
         return self._model is not None and sequence.group.drafts
 
     def most_tokens(self, prompt_budget: int, most: int) -> int:
         """That the draft model may see in a step, in the time of so many of the prompt's."""
-        return 0 if self._model is None else min(most, int(max(0, prompt_budget) / self._model.share))
+        return 0 if self._model is None else min(most, max(0, prompt_budget) * self._whole // self._part)
 
     def with_draft(self, unit: Unit, most: int, most_tokens: int) -> Scheduled | None:
         """None: the last draw is worth waiting for."""
@@ -62,9 +63,8 @@ class Drafts:
         return cost
 
     def _cost(self, num_tokens: int, num_guesses: int) -> int:
-        assert self._model is not None
         work = num_tokens * PROMPT_TOKEN_COST + num_guesses * OUTPUT_TOKEN_COST
-        return math.ceil(self._model.share * work)
+        return -(-self._part * work // self._whole)
 
     def _fits(self, unit: Unit, num_tokens: int, num_guesses: int) -> bool:
         taken = _tokens(unit.draft_cost + self._cost(num_tokens, num_guesses)) - _tokens(unit.draft_cost)
@@ -72,9 +72,8 @@ class Drafts:
 
     def _affordable(self, unit: Unit) -> int:
         """Tokens that the quantum can pay for beside its own next one."""
-        assert self._model is not None
         free = (unit.tokens_left - 1) * OUTPUT_TOKEN_COST + _tokens(unit.draft_cost) * OUTPUT_TOKEN_COST
-        return int((free - unit.draft_cost) / self._model.share) // PROMPT_TOKEN_COST
+        return (free - unit.draft_cost) * self._whole // (self._part * PROMPT_TOKEN_COST)
 
 
 def _tokens(cost: int) -> int:

@@ -4,7 +4,8 @@
 2. for a tenant within its soft share: those of tenants above theirs, in proportion to the excess;
 3. those of flows that lead by THETA times the recompute, the greatest tag first.
 
-Reserves and the taker's hard cap stand; paused sequences give way first (decision 15).
+Reserves and the taker's hard cap stand; paused sequences give way first (decision 15). Where parked sequences are too
+few, and those with slots would be enough, what is free is kept for the first in order until their quanta end.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from manylora_worker.kinds.sequence import Sequence
 from manylora_worker.memory.block_pool import BlockPool
 from manylora_worker.memory.swapping import Swapper
 from manylora_worker.memory.tenant_shares import TenantShares
+from manylora_worker.planning.slots import Slots
 
 THETA = 3  # lower follows the shares faster, higher computes less again
 # A twenty-fifth of all blocks stays free when a sequence is admitted beside others, for these to grow into. With a
@@ -35,8 +37,15 @@ class Room(NamedTuple):
     is_now: bool = True  # there as soon as the victims are evicted; if not: when copies to the host are over
 
 
+class _Rights(NamedTuple):
+    """Of a taker's tenant, with what is taken."""
+
+    is_within_reserve: bool
+    is_within_soft: bool
+
+
 class Reclaim:
-    """queue: for tags; parked: who can give up blocks; paused: who gives way to anybody."""
+    """queue: for tags; parked: who can give up blocks; paused: who gives way to anybody; slots: whose quanta end."""
 
     def __init__(
         self,
@@ -46,6 +55,7 @@ class Reclaim:
         queue: Fairness[FlowKey, int],
         parked: Iterable[Sequence],
         paused: Set[Sequence],
+        slots: Slots,
     ) -> None:
         self._pool = pool
         self._shares = shares
@@ -53,8 +63,11 @@ class Reclaim:
         self._queue = queue
         self._parked = parked
         self._paused = paused
+        self._slots = slots
         self.claims: dict[TenantId, int] = {}  # blocks that are kept for a tenant's reserve
-        self.awaited: dict[Sequence, int] = {}  # blocks that are kept for sequences that wait for copies to be over
+        # blocks that are kept for sequences that wait for copies to be over, and for one that waits for quanta to end
+        self.awaited: dict[Sequence, int] = {}
+        self._has_claimant = False
         self.waits = False  # the next one takes from a step in flight: nothing more is started in this plan
         self.is_forced = False  # whoever asks gets what it asks for, reserves and leads aside
         self._is_short = False  # a sequence without blocks was refused those of others
@@ -63,7 +76,7 @@ class Reclaim:
     def begin_plan(self) -> None:
         """Who still wants what was kept asks again."""
         self.claims, self.awaited = {}, {}
-        self.waits = self.is_forced = self._is_short = self.was_short = False
+        self.waits = self.is_forced = self._is_short = self.was_short = self._has_claimant = False
 
     def will_hold(self, tenant_id: TenantId) -> int:
         """Without what leaves for the host."""
@@ -116,7 +129,7 @@ class Reclaim:
         kept += sum(blocks for other, blocks in self.awaited.items() if other is not taker) if self.awaited else 0
         is_within_reserve = held + num_blocks <= shares.reserve(tenant_id)
         if is_new and not is_within_reserve and is_beside_others:
-            kept += pool.num_blocks // _WATERMARK_DIVISOR
+            kept += min(pool.num_blocks // _WATERMARK_DIVISOR, pool.num_blocks - num_blocks)
         over = held + num_blocks - shares.hard(tenant_id)
         short = num_blocks + kept - pool.num_free - self._swapper.num_leaving if num_blocks else 0
         self.was_short |= short > 0
@@ -147,10 +160,14 @@ class Reclaim:
         # gives a right that does not follow the order, and only paused sequences give way to anybody.
         follows_order = is_new and not (is_within_reserve or shares.has_soft or self._paused or self.is_forced)
         if short > 0 and not (follows_order and self._is_short):
-            is_within_soft = held + num_blocks <= shares.soft(tenant_id)
-            short = self._take_from_others(
-                taker, others, short, victims, is_within_reserve=is_within_reserve, is_within_soft=is_within_soft
-            )
+            rights = _Rights(is_within_reserve, is_within_soft=held + num_blocks <= shares.soft(tenant_id))
+            short = self._take_from_others(taker, others, short, victims, rights)
+            if short > 0 and is_new and not self._has_claimant:
+                # Else small requests would take what comes free, quantum by quantum, and it would wait for ever.
+                running = [unit.sequence for unit in self._slots.units if unit.sequence.tenant_id != tenant_id]
+                if self._take_from_others(taker, running, short, [], rights) <= 0:
+                    self.awaited[taker] = num_blocks
+                    self._has_claimant = True
         self._is_short |= follows_order and short > 0
         # Blocks that victims share with one another come free only with the last of them, and are not counted: where
         # nothing else runs, all of them go.
@@ -162,9 +179,7 @@ class Reclaim:
         others: SequenceOf[Sequence],
         short: int,
         victims: list[Sequence],
-        *,
-        is_within_reserve: bool,
-        is_within_soft: bool,
+        rights: _Rights,
     ) -> int:
         """Returns how many blocks are still short."""
         left = {tenant: self.will_hold(tenant) for tenant in {s.tenant_id: None for s in others}}
@@ -177,9 +192,9 @@ class Reclaim:
             eligible = [
                 other
                 for other in others
-                if is_within_reserve
+                if rights.is_within_reserve
                 or other in self._paused
-                or (is_within_soft and excess[other.tenant_id] > 0 and other.has_worked)
+                or (rights.is_within_soft and excess[other.tenant_id] > 0 and other.has_worked)
                 or self._is_behind(other, tags[other.flow], taker, tag)
             ]
         # Stable: inside a tenant, paused ones first, then the flow with the greatest tag, and of that the youngest.
@@ -196,7 +211,7 @@ class Reclaim:
             given_up = self._given_up_by(victim)
             tenant, reserve = victim.tenant_id, self._shares.reserve(victim.tenant_id)
             # Between two reserves the sequence is the grain: one that stands partly above its tenant's may go.
-            is_protected = left[tenant] <= reserve if is_within_reserve else left[tenant] - given_up < reserve
+            is_protected = left[tenant] <= reserve if rights.is_within_reserve else left[tenant] - given_up < reserve
             if reserve and is_protected and not self.is_forced:
                 continue
             victims.append(victim)

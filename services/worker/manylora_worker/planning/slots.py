@@ -30,7 +30,9 @@ class Scheduled:
 class Unit:
     """What a sequence does in its slot."""
 
-    __slots__ = ("chunk", "cost", "draft_cost", "ends_at", "item", "sequence", "step_cost", "tokens_left")
+    __slots__ = (
+        "chunk", "cost", "draft_cost", "ends_at", "item", "num_held_up", "sequence", "step_cost", "tokens_left",
+    )  # fmt: skip
 
     def __init__(self, sequence: Sequence, item: int, chunk: Scheduled, tokens_left: int, ends_at: int) -> None:
         self.sequence = sequence
@@ -43,6 +45,7 @@ class Unit:
         self.cost = 0  # of the steps so far, the one that was planned last included
         self.step_cost = 0  # of that last one
         self.draft_cost = 0  # in `cost`, the draft model's
+        self.num_held_up = 0  # the last plans, in which its mask was not there
 
 
 class Slots:
@@ -94,9 +97,9 @@ class Slots:
         return unit
 
     def take_ended(self) -> list[Unit]:
-        ended = [unit for unit in self._units if not unit.tokens_left]
+        ended = [unit for unit in self._units if unit.tokens_left <= 0]
         if ended:
-            self._units = [unit for unit in self._units if unit.tokens_left]
+            self._units = [unit for unit in self._units if unit.tokens_left > 0]
         for unit in ended:
             self._count_out(unit)
         return ended

@@ -104,7 +104,9 @@ class StepPlanner:
         self.parking = Parking(pool, self._tables, swapper, prefixes, self._queue)
         # their claim on their tenant's reserve has waited for a unit's end
         self._late_claims: dict[Sequence, None] = {}
-        self._reclaim = Reclaim(pool, shares, swapper, self._queue.fair, self.parking.parked, self._queue.paused)
+        self._reclaim = Reclaim(
+            pool, shares, swapper, self._queue.fair, self.parking.parked, self._queue.paused, self._slots
+        )
         self._round = _Round(0, None)
 
     @property
@@ -201,7 +203,9 @@ class StepPlanner:
         chunks: list[Scheduled] = []
         scheduled: list[Scheduled] = []
         for unit in self._slots.units:
-            chunk = None if unit.sequence.is_held_up else self._with_guesses(unit)
+            unit.num_held_up = unit.num_held_up + 1 if unit.sequence.is_held_up else 0
+            waits = unit.num_held_up > 0 or self._round.has_trial is not unit.sequence.group.request.is_trial
+            chunk = None if waits else self._with_guesses(unit)
             if chunk is None:
                 unit.step_cost = 0  # it keeps its slot, and the others go on
                 continue
@@ -254,6 +258,11 @@ class StepPlanner:
 
     def _end_units(self) -> list[Sequence]:
         over = self._slots.take_ended()
+        if self._queue and not self._slots.num_free and not over:
+            # a slow grammar's slot would be empty for as many masks as a quantum has tokens
+            over = [unit for unit in self._slots.units if unit.num_held_up >= QUANTUM_TOKENS]
+            for unit in over:
+                self._slots.leave(unit.sequence)
         for unit in over:
             self._park(unit)
         return [unit.sequence for unit in over]
@@ -339,6 +348,7 @@ class StepPlanner:
             chunk = Scheduled(sequence, num_tokens, samples=num_tokens == sequence.num_uncomputed_tokens)
             cost = _cost(chunk)
             self._round.take_prompt(chunk)
+        self._round.has_started, self._round.has_trial = True, sequence.group.request.is_trial
         self._queue.start(pick, cost)
         self._slots.take(Unit(sequence, pick.item, chunk, num_tokens, ends_at))
 
@@ -348,6 +358,9 @@ class StepPlanner:
         if self._reclaim.waits or round_.deferred is not None or item in round_.refused:
             return None
         sequence = self._queue.sequence(item)
+        if round_.has_trial or (sequence.group.request.is_trial and round_.has_started):
+            round_.refused[item] = None
+            return None
         if sequence.is_held_up or sequence.num_guesses:
             round_.refused[item] = None
             round_.awaits_mask = True
@@ -499,6 +512,8 @@ class _Round:
         "deferred",
         "draft_tokens",
         "draws",
+        "has_started",
+        "has_trial",
         "is_held_back",
         "num_ended",
         "prompt_budget",
@@ -514,6 +529,7 @@ class _Round:
         self.draws = 0  # beside one of each slot: a runner takes as many as there are slots
         self.draft_tokens = 0  # that the draft model may see
         self.awaits_mask = False  # some that could have started have no mask yet
+        self.has_started = self.has_trial = False  # a unit; and one of a trial, which is alone in its step
         self.num_ended = 0  # prompts that end in the step
         self.is_held_back = False  # some that could have ended wait for the next step
         # who gets room when the present choice is over; until then nothing else is chosen

@@ -63,6 +63,7 @@ class AdapterTrial:
             prompt_token_ids=tuple(apart * index for index in range(self._num_tokens)),
             max_tokens=1,
             sampling=Sampling(temperature=0.0),
+            is_trial=True,
         )
         stream = self._runtime.submit(request)
         try:

@@ -164,8 +164,7 @@ class WorkerMetrics:
         ):
             telemetry.count(metric, amount, engine)
         if end.kind is EndKind.COMPLETED:
-            is_full = found.output_tokens >= request.max_tokens * request.n
-            reason = {Attribute.FINISH_REASON: "length" if is_full else "stop"}
+            reason = {Attribute.FINISH_REASON: "length" if found.by_length else "stop"}
             telemetry.count(Metrics.VLLM_SUCCESS, 1, engine | reason)
         for metric, value in _figures(found):
             telemetry.histogram(metric, value, engine)

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from manylora_shared.errors import DataLost, InvalidRequest, ManyloraError, Overloaded, ServiceUnavailable
 from manylora_shared.ids import AdapterUid
+from manylora_shared.telemetry.logs import fields
 
 from manylora_worker.kinds.api import AdapterEvent, AdapterTier
 from manylora_worker.weights.layout import HostAdapter
@@ -133,8 +134,9 @@ class TorchAdapterBackend:
             if adapter is None:
                 raise RuntimeError("the adapter is no longer in host memory")
             self._target.reserve_adapter(adapter)
-        except (RuntimeError, ValueError) as error:
-            self._events.put(AdapterEvent(uid, AdapterTier.DEVICE, error=str(error)))
+        except Exception as error:  # whatever it is, it is this adapter's, and on the engine's thread everybody's
+            _LOG.warning("an adapter does not come to the device", extra=fields(adapter=uid), exc_info=True)
+            self._events.put(AdapterEvent(uid, AdapterTier.DEVICE, error=str(error) or type(error).__name__))
             self._notify()
             return
         self._jobs[AdapterTier.DEVICE].put(_Job(uid, AdapterTier.DEVICE, adapter))

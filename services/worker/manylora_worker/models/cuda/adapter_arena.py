@@ -272,6 +272,7 @@ class AdapterArena:
         placement = self._placement(adapter)
         if placement.num_blocks > len(self._free_blocks) or not self._free_slots:
             raise NoRoom(f"the adapter takes {placement.num_blocks} blocks, {len(self._free_blocks)} are free")
+        rope = self._rope_of(adapter)
         blocks = [self._free_blocks.pop() for _ in placement.runs]
         # The blocks' last readers are steps that were started before: the copy comes after them.
         freed = None
@@ -279,7 +280,6 @@ class AdapterArena:
             freed = torch.cuda.Event()
             freed.record()
         entry, expert_entry = self._entries(placement, blocks)
-        rope = self._rope_of(adapter)
         slot = self._free_slots.pop()
         if len(placement.columns):
             self._scaling.add(slot)
