@@ -363,9 +363,8 @@ class FakeStep:
     @property
     def drawn(self) -> Mapping[int, int]:
         """Of a step that was read. One that failed has drawn nothing."""
-        if isinstance(self._outcome, Exception):
-            return {}
-        return {s.sequence_id: s.token_id for s in self.result() if s.sequence_id not in self._undrawn}
+        found = () if isinstance(self._outcome, Exception) else self.result()
+        return {s.sequence_id: s.token_id for s in found if s.sequence_id not in self._undrawn}
 
     def result(self) -> Sequence[Sampled]:
         assert self._before is None or self._before.is_read, "results are read in order"

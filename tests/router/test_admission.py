@@ -335,6 +335,9 @@ def test_seed_of_key() -> None:
     assert len({seed_of_key(t, k) for t in ("a", "b") for k in ("1", "2")}) == 4
     assert seed_of_key("a", "bc") != seed_of_key("ab", "c")
     assert 0 <= seed_of_key("acme", "k") < 2**64
+    assert len({seed_of_key("acme", "k", part) for part in range(64)}) == 64, "equal prompts are different samples"
+    assert seed_of_key("acme", "k", 0) == seed_of_key("acme", "k")
+    assert seed_of_key("acme", "k", 1) != seed_of_key("acme", "k1")
 
 
 def test_an_adapter_that_stretches_the_context_has_its_own_limit() -> None:

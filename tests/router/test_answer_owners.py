@@ -9,7 +9,7 @@ from manylora_router.links import answer_owners
 from manylora_router.links.answer_owners import AnswerOwners, Claim, Owner
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import RouterRecord
-from manylora_shared.errors import AnsweredElsewhere, AnswerLost, ServiceUnavailable
+from manylora_shared.errors import AnsweredElsewhere, AnswerLost, Overloaded, ServiceUnavailable
 from manylora_sim import loop
 from manylora_sim.store import MemoryStoreServer
 
@@ -113,5 +113,30 @@ def test_what_a_stopped_router_charged_goes_with_the_key(is_whole: bool) -> None
         assert claimed(await third.claim("acme", "d", "t", takes_over=True)).charged_tokens == 7, "it was killed"
         for each in (first, second, third):
             await each.close()
+
+    loop.run(main(), seed=0)
+
+
+@pytest.mark.parametrize("num_parts", [1, 40, 49, 64])
+def test_all_parts_of_a_call_have_one_place(num_parts: int) -> None:
+    async def main() -> None:
+        server = MemoryStoreServer()
+        (owners,) = await routers(server, 1)
+
+        async def call(name: str) -> list[Owner | Claim | BaseException]:
+            parts = (owners.claim("acme", f"{name} {part}", "r", call=name) for part in range(num_parts))
+            return await asyncio.gather(*parts, return_exceptions=True)
+
+        calls = await asyncio.gather(*(call(f"k{i}") for i in range(48)))
+        assert {type(each) for found in calls for each in found} == {Claim}
+        assert owners._asking.num_held == len(owners._parts) == 0
+        server.set_up(False)
+        late = [asyncio.create_task(call(f"late {i}")) for i in range(60)]
+        kinds = [type(each) for task in late for each in await task]
+        assert kinds.count(ServiceUnavailable) == 48 * num_parts
+        assert kinds.count(Overloaded) == 12 * num_parts, "none of a call's parts, or all"
+        assert {type(each) for each in await call("late")} == {ServiceUnavailable}
+        assert owners._asking.num_held == len(owners._parts) == 0
+        await owners.close()
 
     loop.run(main(), seed=0)

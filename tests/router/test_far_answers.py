@@ -10,11 +10,13 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 from http_fakes import Front, http_front
-from manylora.v1 import answers_pb2, inference_pb2
+from manylora.v1 import answers_pb2, common_pb2, inference_pb2, worker_pb2
 from manylora_router.app import RouterApp
 from manylora_router.config import RouterConfig
 from manylora_router.front.http.routes import Routes
 from manylora_router.front.http.server import HttpServer
+from manylora_router.front.kept_answers import KeptAnswers
+from manylora_shared.coordination import keys
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import methods_of
@@ -22,14 +24,17 @@ from manylora_sim.fake_text import FakeText
 from manylora_sim.peers import SIMULATED
 from router_fakes import (
     GENERATE,
+    STARTED,
     Answer,
     KeyedChannel,
     RouterCluster,
+    finished,
     ids_of,
     read_all,
     say,
     simulate,
     text_request,
+    tokens,
     until,
 )
 
@@ -48,7 +53,7 @@ async def second_router(cluster: RouterCluster) -> AsyncIterator[RouterApp]:
         adapter_store=cluster.files,
         documents=cluster.documents,
         telemetry=Telemetry.disabled(),
-        rng=random.Random(1),
+        rng=random.Random("router-1"),  # its ids are not those of the first one, which has a seed of its own
         peer_secret=SIMULATED,
         clock=cluster.clock,
     )
@@ -213,6 +218,79 @@ def test_an_answer_is_told_to_services_of_the_cluster_alone() -> None:
         assert told.error.code is Code.NOT_FOUND
 
     simulate(test)
+
+
+@pytest.mark.parametrize("at_the_other", [False, True])
+@pytest.mark.parametrize("released", ["at once", "late", "never"])
+async def test_work_that_is_done_again_has_an_id_of_its_own(at_the_other: bool, released: str) -> None:
+    """Two of one id would be one row of usage."""
+    failing = True
+
+    async def script(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+        if failing:
+            yield STARTED
+            yield tokens(1, 0, ids_of("ab"))
+            yield finished(2, common_pb2.OUTCOME_INTERNAL, "broken")
+            return
+        async for response in say("fine")(request):
+            yield response
+
+    async with http_front(script) as front, second_router(front.cluster) as app:
+        owners = front.cluster.app.kept._owners
+        release = owners.release
+
+        async def release_so(tenant: str, digest: str, revision: int) -> None:
+            await asyncio.sleep(0.05 if released == "late" else 0.0)
+            if released != "never":  # as where the store is away
+                await release(tenant, digest, revision)
+
+        owners.release = release_so  # type: ignore[method-assign]
+        server = HttpServer(Routes(app.door))
+        await server.start("127.0.0.1:0")
+        body: dict[str, object] = {"model": "tiny", "prompt": "hi", "max_tokens": 32}
+        headers = {"idempotency-key": "k"}
+        try:
+            async with client_of(front, front.server) as here, client_of(front, server) as there:
+                failed = await here.post("/v1/completions", json=body, headers=headers)
+                assert failed.status_code == 500
+                failing = False
+                client = there if at_the_other else here
+                again = await client.post("/v1/completions", json=body, headers=headers)
+                if at_the_other and released == "never":
+                    assert (again.status_code, again.json()["error"]["code"]) == (409, "answered_elsewhere")
+                    assert again.headers["retry-after"] == "1"
+                    again = await client.post("/v1/completions", json=body, headers=headers)
+                assert (again.status_code, again.json()["choices"][0]["text"]) == (200, "fine")
+                ids = [each.headers["x-manylora-request-id"] for each in (failed, again)]
+                assert again.json()["id"].endswith(ids[1])
+                await until(lambda: len(cluster_ids(front.cluster)) == 2)
+                assert sorted(cluster_ids(front.cluster)) == sorted(ids)
+        finally:
+            await server.stop(0.0)
+
+
+def cluster_ids(cluster: RouterCluster) -> list[str]:
+    """Of all requests, as they were charged."""
+    return [request_id for request_id, _ in cluster.scheduler.settled]
+
+
+async def test_an_id_that_was_found_is_never_of_new_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer fails between its being found and its being joined."""
+
+    async def found(kept: KeptAnswers, tenant: str, key: str) -> str:
+        return "f" * 32
+
+    monkeypatch.setattr(KeptAnswers, "id_of", found)
+    async with http_front(say("fine")) as front, client_of(front, front.server) as client:
+        body = {"model": "tiny", "prompt": "hi"}
+        refused = await client.post("/v1/completions", json=body, headers={"idempotency-key": "k"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "answered_elsewhere")
+        assert executed(front.cluster) == len(front.cluster.app.kept) == 0
+        assert (await front.cluster.store.list(keys.ANSWERS)).kvs == ()
+        monkeypatch.undo()
+        again = await client.post("/v1/completions", json=body, headers={"idempotency-key": "k"})
+        assert again.status_code == 200
+        assert again.headers["x-manylora-request-id"] != "f" * 32
 
 
 def client_of(front: Front, server: HttpServer) -> httpx.AsyncClient:

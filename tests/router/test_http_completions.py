@@ -156,6 +156,10 @@ async def test_a_worker_that_keeps_some_back_fails_the_request() -> None:
             await client.completions.create(model="tiny", prompt="hi", extra_body={"prompt_logprobs": 1})
 
 
+# Longer than the context, so that nobody looks at their ends.
+ODD_TAILS: list[Any] = [[1] * 300 + ["x"], [[1] * 300 + ["x"]], [1] * 300 + [-1], [1] * 300 + [None]]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -165,6 +169,7 @@ async def test_a_worker_that_keeps_some_back_fails_the_request() -> None:
         ({"prompt": ["a"] * (MAX_PROMPTS + 1)}, "prompt"),
         ({"prompt": "x" * 5000}, "prompt"),
         ({"prompt": [10**6]}, "prompt[0]"),
+        *(({"prompt": prompt, "echo": echo}, "prompt") for prompt in ODD_TAILS for echo in (False, True)),
         ({"prompt": "x" * 4000, "echo": True, "logprobs": 20, "model": "tiny"}, "prompt"),
         ({"extra_body": {"prompt_logprobs": 21}}, "prompt_logprobs"),
         ({"extra_body": {"prompt_logprobs": 1}, "stream": True}, "prompt_logprobs"),

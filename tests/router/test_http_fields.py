@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
-from manylora_router.front.http.fields import Fields
+from manylora_router.front.http.fields import Fields, is_shallow, is_unicode
 from manylora_shared.errors import InvalidRequest
 
 READERS: dict[str, Any] = {
@@ -86,6 +87,21 @@ def test_null_is_absent(kind: str) -> None:
     fields, absent = Fields({"a": None}), Fields({})
     assert READERS[kind](fields) == READERS[kind](absent)
     assert fields.found == []
+
+
+def test_half_a_pair_is_found_in_the_time_of_a_copy() -> None:
+    assert [is_unicode(text) for text in ("a", "é😀", "\ud800", "a\udc00")] == [True, True, False, False]
+    text = "é" * (1 << 23)
+    began = time.process_time()
+    assert is_unicode(text)
+    assert time.process_time() - began < 0.2  # a character at a time takes twice that
+
+
+def test_depth_is_of_lists_and_objects() -> None:
+    assert is_shallow(7, 0)
+    assert is_shallow({"a": [[1], {}], "b": {}}, 3)
+    assert not is_shallow({"a": [[1], {}], "b": {}}, 2)
+    assert not is_shallow([[]], 1)
 
 
 def test_what_nobody_reads_is_wrong_and_all_is_told_at_once() -> None:

@@ -64,6 +64,30 @@ async def test_tokens_are_counted() -> None:
         assert counted.input_tokens == len("user: hi\n")
 
 
+async def test_vllms_stop_is_kept() -> None:
+    async with http_front(say("hello")) as front, client_of(front) as client:
+        told = await client.messages.create(model="tiny", max_tokens=9, messages=HI, extra_body={"stop": "lo"})
+        assert (told.stop_reason, told.stop_sequence) == ("stop_sequence", "lo")
+        assert told.content[0].text == "hel"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"n": 2}, "n: is not supported"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output: is not"),
+        ({"return_token_ids": True}, "return_token_ids: is not"),
+        ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids: is not"),
+        ({"stop": ["a"], "stop_sequences": ["b"]}, "stop and stop_sequences"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 4097}]}, "at most 4096 are read"),
+    ],
+)
+async def test_what_is_not_built_is_refused_by_name(fields: dict[str, Any], words: str) -> None:
+    async with http_front() as front, client_of(front) as client:
+        with pytest.raises(anthropic.BadRequestError, match=words):
+            await client.messages.create(model="tiny", max_tokens=9, **{"messages": HI, "extra_body": fields})
+
+
 async def test_errors_have_anthropics_form() -> None:
     async def broken(request: worker_pb2.ExecuteRequest) -> Any:
         yield STARTED

@@ -7,6 +7,7 @@ from manylora_router.dialect.dialect import Dialect
 from manylora_router.front.http.api.prompts import chat_prompt, read_messages
 from manylora_router.front.http.api.tooling import Tools
 from manylora_router.front.http.fields import Fields
+from manylora_router.guard.admission import MAX_CHAT_MESSAGES
 
 TAKES_ALL = Dialect(words=frozenset({"tools", "tool", "tool_calls"}))
 
@@ -24,6 +25,7 @@ def test_messages_of_every_kind() -> None:
         {"role": "assistant", "content": None, "refusal": None, "tool_calls": None},
     ]
     assert read(*given) == ([("system", "s"), ("user", "a\nb"), ("assistant", "")], [])
+    assert read_messages(Fields({"messages": given}), TAKES_ALL).more == {1: {"name": "Ann"}}
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,21 @@ def test_messages_of_every_kind() -> None:
 def test_wrong_messages_are_named(message: object, problem: str) -> None:
     _, problems = read(message)
     assert any(each.startswith(problem) for each in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ([{"role": "user", "content": "x"}] * (MAX_CHAT_MESSAGES + 1), "messages"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "x"}] * (MAX_CHAT_MESSAGES + 1)}],
+            "messages[0].content",
+        ),
+    ],
+)
+def test_what_is_too_long_is_refused_and_not_cut(messages: list[object], field: str) -> None:
+    _, problems = read(*messages)
+    assert problems == [f"{field}: has {MAX_CHAT_MESSAGES + 1} entries; at most {MAX_CHAT_MESSAGES} are read"]
 
 
 def test_what_a_template_is_told_besides() -> None:

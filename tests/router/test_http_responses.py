@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from router_fakes import STARTED, ids_of, tokens
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+JSON = {"type": "json_object"}
 CONVERSATION: Any = [
     {"role": "user", "content": "a"},
     {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b", "annotations": []}]},
@@ -64,6 +65,15 @@ async def test_a_stream_adds_up(most: int | None) -> None:
         ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
         ({"nobody": 1}, "nobody"),
+        ({"n": 2}, "n"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
+        ({"return_token_ids": True}, "return_token_ids"),
+        ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
+        ({"text": {"format": JSON}, "response_format": JSON}, "text.format"),
+        ({"response_format": JSON, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": 7}}}}, "text.format"),
+        ({"input": [{"type": "function_call", "name": "f"}] * 4097}, "input"),
     ],
 )
 async def test_what_is_not_built_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
@@ -71,6 +81,19 @@ async def test_what_is_not_built_is_refused_by_name(fields: dict[str, Any], para
         with pytest.raises(openai.BadRequestError) as refused:
             await client.post("/responses", cast_to=dict, body={"model": "tiny", "input": "hi", **fields})
         assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"text": {"format": JSON}}, {"response_format": JSON}, {"structured_outputs": {"json_object": True}}],
+)
+async def test_a_constraint_is_kept_by_each_of_its_names(fields: dict[str, Any]) -> None:
+    async with http_front() as front, front.openai() as client:
+        body = {"model": "tiny", "input": "hi", "n": 1, "return_token_ids": False, **fields}
+        told = await client.post("/responses", cast_to=dict, body=body)
+        [executed] = [request for worker in front.cluster.workers for request in worker.executed]
+    assert executed.constraint.json_object
+    assert told["text"]["format"] == (JSON if "text" in fields else {"type": "text"})
 
 
 async def test_a_failure_in_mid_stream_is_an_event() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import time
 from typing import Any
 
 import anthropic
@@ -13,8 +14,9 @@ import pytest
 from anthropic.types import Message
 from http_fakes import Front, http_front
 from manylora_router.dialect.dialect import Dialect
-from manylora_router.front.http.api.tooling import read_anthropic_tools, read_tools
+from manylora_router.front.http.api.tooling import MAX_TOOLS, read_anthropic_tools, read_arguments, read_tools
 from manylora_router.front.http.fields import Fields
+from manylora_router.guard.admission import MAX_TEXT_BYTES
 from manylora_sim.fake_text import FakeText
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
@@ -152,6 +154,12 @@ async def test_a_conversation_with_calls_reaches_the_template() -> None:
     async with front_of("ok") as front, front.openai() as client:
         await client.responses.create(model="tiny", input=items)
         assert prompt_of(front) == "\n".join(lines)
+    for between in ([], [items[1]]):  # thoughts before a text, and before a call behind it
+        text: Any = {"role": "assistant", "content": "a"}
+        async with front_of("ok") as front, front.openai() as client:
+            await client.responses.create(model="tiny", input=[*items[:2], text, *between, *items[2:]])
+            told = {"reasoning_content": "\n".join(["hm"] * (1 + len(between))), "tool_calls": [rendered]}
+            assert prompt_of(front) == "\n".join([lines[0], f"assistant: a{json.dumps(told)}", *lines[2:]])
     blocks: Any = [
         *HI,
         {
@@ -181,6 +189,10 @@ async def test_a_conversation_with_calls_reaches_the_template() -> None:
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[" * 9999}}]}]},
             "messages[0].tool_calls[0].function.arguments",
         ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a"}}] * (MAX_TOOLS + 1)}]},
+            "messages[0].tool_calls",
+        ),
     ],
 )
 async def test_what_is_wrong_is_named(body: dict[str, Any], param: str) -> None:
@@ -188,6 +200,42 @@ async def test_what_is_wrong_is_named(body: dict[str, Any], param: str) -> None:
         with pytest.raises(openai.BadRequestError) as refused:
             await client.post("/chat/completions", cast_to=dict, body={"model": "tiny", "messages": HI, **body})
         assert refused.value.param == param
+
+
+def arguments_of(text: str) -> tuple[Any, list[str]]:
+    fields = Fields({"arguments": text})
+    return read_arguments(fields), [each.description for each in fields.found]
+
+
+@pytest.mark.parametrize("text", ["{}", ' \t\r\n{"a": [1, -2.5e3, true, null, "é"]}\n', '{"a":' * 64 + "1" + "}" * 64])
+def test_arguments_are_an_objects_text(text: str) -> None:
+    assert arguments_of(text) == (json.loads(text), [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", " ", "7", "[]", '"{}"', "{", "{} {}", '{"a": NaN}', '{"a": -Infinity}', '{"a": 1e999}', "{'a': 1}"),
+        *(f"{space}{{}}" for space in ("\xa0", "\x0b", "\x0c", "\u2028", "\x85", "\x1c", "\ufeff")),
+        *(f"{{}}{space}" for space in ("\xa0", "\x0b", "\u2028")),
+        *('{"a":' * depth + "1" + "}" * depth for depth in (65, 980, 100_000)),
+        '{"a": "\\ud800"}',
+        '{"a": ' + "9" * 5000 + "}",
+    ],
+)
+def test_arguments_that_are_none_are_refused(text: str) -> None:
+    found, [wrong] = arguments_of(text)
+    assert found == {}
+    assert wrong.startswith(("must be the text of a JSON object", "has half of a surrogate pair"))
+
+
+def test_arguments_hold_nobody_up() -> None:
+    """They are read on the event loop: as many as a prompt may have, in the time of a parser; more, not at all."""
+    most = '{"a":"' + "x" * (MAX_TEXT_BYTES - 8) + '"}'
+    began = time.process_time()
+    assert arguments_of(most)[1] == []
+    assert time.process_time() - began < 0.15  # a character at a time takes more than twice that
+    assert arguments_of(most + " ") == ({}, [f"has more than {MAX_TEXT_BYTES} bytes"])
 
 
 async def test_a_template_that_takes_no_tools_says_so() -> None:
@@ -233,6 +281,27 @@ async def test_responses() -> None:
     assert "".join(arguments) == output[3].arguments
     added = [event.output_index for event in told if event.type == "response.output_item.added"]
     assert added == [event.output_index for event in told if event.type == "response.output_item.done"] == [0, 1, 2, 3]
+
+
+THOUGHT: Any = {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+THOUGHTS = json.dumps({"reasoning_content": "hm"})
+OTHER: Any = {**THOUGHT, "content": [{"type": "reasoning_text", "text": "so"}]}
+
+
+@pytest.mark.parametrize(
+    ("items", "lines"),
+    [
+        ([*HI, THOUGHT, {"role": "assistant", "content": "a"}], ["user: hi", f"assistant: a{THOUGHTS}"]),
+        ([*HI, THOUGHT, *HI], ["user: hi", f"assistant: {THOUGHTS}", "user: hi"]),
+        ([*HI, THOUGHT], ["user: hi", f"assistant: {THOUGHTS}"]),
+        ([*HI, THOUGHT, OTHER, *HI], ["user: hi", f"assistant: {THOUGHTS.replace('hm', 'hm__so')}", "user: hi"]),
+        ([*HI, {**THOUGHT, "content": []}, *HI], ["user: hi", "user: hi"]),
+    ],
+)
+async def test_no_thought_of_a_response_is_lost(items: Any, lines: list[str]) -> None:
+    async with front_of("ok") as front, front.openai() as client:
+        await client.responses.create(model="tiny", input=items)
+        assert prompt_of(front).replace("\\n", "__") == "\n".join([*lines, ""])
 
 
 async def test_anthropics_messages() -> None:

@@ -10,8 +10,10 @@ import pytest
 from manylora_router.guard.admission import RequestInput, TextPrompt, TokenPrompt
 from manylora_router.guard.permits import Permit
 from manylora_router.request.job import Job
+from manylora_router.text.constraints import ConstraintCheck
 from manylora_router.text.service import TokenIdsOnlyText
-from manylora_shared.errors import InvalidRequest, NotFound, Overloaded, Unready
+from manylora_shared.constraints.constraint import Constraint
+from manylora_shared.errors import FieldViolation, InvalidRequest, NotFound, Overloaded, Unready
 from manylora_shared.metadata import ADAPTER_KEY
 from manylora_shared.sampling import Sampling
 from manylora_sim.fake_text import FakeText
@@ -152,6 +154,30 @@ def test_a_flood_of_texts_holds_up_no_other_tenants() -> None:
         assert text.order.count("f") == 12
 
     simulate(test, text=text)
+
+
+class _SlowChecks(ConstraintCheck):
+    """In virtual time: each takes seconds."""
+
+    async def violation(self, tenant: str, constraint: Constraint) -> FieldViolation | None:
+        await asyncio.sleep(2.0)
+        return FieldViolation(constraint.field, "takes long") if tenant == "acme" else None
+
+
+def test_slow_constraints_hold_up_no_other_tenants() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        cluster.app.intake._constraints = _SlowChecks()
+        slow = await plain_request(cluster, constraint=Constraint.regex("a+"))
+        flood = [asyncio.create_task(admit(cluster, slow)) for _ in range(12)]
+        await asyncio.sleep(0.5)
+        begun = asyncio.get_running_loop().time()
+        await admit(cluster, replace(slow, tenant="other"))
+        assert asyncio.get_running_loop().time() - begun < 2.5
+        told = await asyncio.gather(*flood, return_exceptions=True)
+        assert {type(each) for each in told} == {InvalidRequest, Overloaded}
+        assert all(each.retry_after_s for each in told if isinstance(each, Overloaded))
+
+    simulate(test)
 
 
 def test_bad_words_go_on_as_tokens() -> None:

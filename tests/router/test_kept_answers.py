@@ -310,6 +310,71 @@ def test_past_its_tenants_bound_an_answer_is_its_readers_alone(monkeypatch: pyte
     simulate(test, script=SLOW)
 
 
+def test_a_key_whose_answer_is_past_its_bound_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_answers, "TENANT_BYTES", 4_000)
+
+    async def test(cluster: RouterCluster) -> None:
+        request = text_request(max_tokens=100)
+        first = asyncio.create_task(cluster.ask(request, idempotency_key="k"))
+        await asyncio.sleep(0.3)
+        refused = [await cluster.ask(request, idempotency_key="k")]
+        assert (await first).text == TEXT[:100]
+        refused.append(await cluster.ask(request, idempotency_key="k"))
+        await asyncio.sleep(kept_answers.KEY_KEEP_S + 1.0)
+        refused.append(await cluster.ask(request, idempotency_key="k"))
+        for each in refused:
+            assert each.error is not None
+            assert (each.error.code, each.error.label) == (Code.ABORTED, "answer_lost")
+            assert "another key" in each.error.message
+        assert sum(len(w.executed) for w in cluster.workers) == 1
+
+    simulate(test, script=SLOW)
+
+
+def test_bytes_add_up_while_an_answer_past_its_bound_waits_for_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_answers, "TENANT_BYTES", 4_000)
+
+    async def test(cluster: RouterCluster) -> None:
+        app = cluster.app
+        request = await plain_request(cluster, keep_s=1, max_tokens=100)
+        frames = generate(request, intake=app.intake, calls=app.calls, outliving=app.outliving)
+        text = ""
+        async for frame in frames:
+            text += frame.delta.text if frame.delta is not None else ""
+            if frame.number % 8 == 0:  # another one comes while this one waits
+                await cluster.ask(text_request(max_tokens=2, keep_s=1))
+                await asyncio.sleep(0.1)
+        assert text == TEXT[:100]
+        assert app.kept._bytes.get("acme", 0) == sum(each.size_bytes for each in app.kept.all())
+        await asyncio.sleep(3.0)
+        assert (len(app.kept), app.kept._bytes) == (0, {})
+
+    simulate(test, script=SLOW)
+
+
+@pytest.mark.parametrize("asker_has_most", [False, True])
+def test_past_the_bound_of_all_who_has_most_makes_room(monkeypatch: pytest.MonkeyPatch, asker_has_most: bool) -> None:
+    async def test(cluster: RouterCluster) -> None:
+        kept, request = cluster.app.kept, text_request(max_tokens=100)
+        ended = {"t1": 2, "t2": 4, "t3": 1, "acme": 6 * asker_has_most}
+        for tenant, count in ended.items():
+            await cluster.put_tenant(tenant)
+            await asyncio.sleep(0.1)
+            for i in range(count):
+                assert (await cluster.ask(request, x_tenant_id=tenant, idempotency_key=f"k{i}")).error is None
+        monkeypatch.setattr(kept_answers, "ALL_BYTES", sum(kept._bytes.values()) + 1_000)
+        await some_frames(cluster, resumable(keep_s=30), 5)
+        await asyncio.sleep(2.0)
+        (running,) = (each for each in kept.all() if not each.key)
+        assert (running.has_ended, running.error, running.num_tokens) == (True, None, 100), "its caller may come back"
+        left = {tenant: [each.key for each in kept.all() if each.tenant == tenant and each.key] for tenant in ended}
+        gave = {tenant for tenant, count in ended.items() if len(left[tenant]) < count}
+        assert gave == ({"acme"} if asker_has_most else {"t2"})
+        assert left["t2"][-1] == "0 k3", "the oldest goes first"
+
+    simulate(test, script=SLOW)
+
+
 def test_a_tenant_keeps_so_many_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_answers, "TENANT_ANSWERS", 2)
 
@@ -406,6 +471,26 @@ def test_an_answer_that_is_read_slowly_is_its_tenants_until_it_is_read() -> None
         assert text == TEXT[:100]
         await asyncio.sleep(3.0)
         assert len(cluster.app.kept) == 0
+
+    simulate(test, script=SLOW)
+
+
+@pytest.mark.parametrize("may_stream", [False, True])
+def test_of_a_hedge_nothing_is_charged_while_its_frames_are_held_back(may_stream: bool) -> None:
+    async def test(cluster: RouterCluster) -> None:
+        for worker in cluster.workers:
+            worker.word = worker_pb2.ExecuteFinished(prompt_tokens=2, output_tokens=40)
+        if not may_stream:
+            await cluster.put_tenant("acme", "security: {can_stream: false}\n")
+            await until(lambda: not cluster.app.directory.policy_of("acme").security.can_stream)  # type: ignore[arg-type, union-attr]
+        for hedge, charged in ({"x_hedge": "1"}, 42 * may_stream), ({}, 42):
+            stream = cluster.open(text_request(max_tokens=100), **hedge)
+            reading = asyncio.create_task(read_all(stream))
+            await asyncio.sleep(0.2)
+            stream.cancel()
+            assert bool((await reading).frames) == may_stream
+            await cluster.at_rest()
+            assert cluster.scheduler.settled[-1][1] == charged
 
     simulate(test, script=SLOW)
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 from http_fakes import Front, http_front
-from router_fakes import say
+from manylora.v1 import common_pb2, worker_pb2
+from manylora_router.front.http.api.completions import MAX_PROMPTS
+from manylora_router.guard.admission import seed_of_key
+from manylora_shared.errors import Code, RpcError
+from router_fakes import STARTED, finished, say
 
 HI: Any = [{"role": "user", "content": "hi"}]
 TEXT = "the quick brown fox"
@@ -88,6 +93,37 @@ async def test_each_of_several_prompts_is_done_once() -> None:
         assert answers[0].json()["choices"] == answers[1].json()["choices"]
         assert len(answers[0].json()["choices"]) == 3
         assert executed(front) == 3
+
+
+async def test_each_of_as_many_prompts_as_a_call_may_have_is_done_once() -> None:
+    async with http_front(say("fox")) as front, client_of(front) as client:
+        for count in 49, MAX_PROMPTS:
+            before, body = executed(front), {"prompt": ["the same"] * count, "temperature": 1}
+            answers = [
+                await client.post("/v1/completions", json=body, headers={"Idempotency-Key": f"k{count}"})
+                for _ in range(2)
+            ]
+            assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+            assert answers[0].json() == answers[1].json()
+            assert executed(front) == before + count
+            requests = [each for worker in front.cluster.workers for each in worker.executed]
+            seeds = {each.sampling.seed for each in requests}
+            assert seed_of_key("acme", f"k{count}") in seeds
+        assert len(seeds) == 49 + MAX_PROMPTS, "each is a sample of its own"
+
+
+@pytest.mark.parametrize("is_stopping", [False, True])
+async def test_whoever_lost_its_worker_is_told_when_to_try_again(is_stopping: bool) -> None:
+    async def script(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+        yield STARTED
+        if not is_stopping:
+            raise RpcError(Code.UNAVAILABLE, "connection reset")
+        yield finished(1, common_pb2.OUTCOME_WORKER_LOST, "it is stopping")
+
+    async with http_front(script) as front, client_of(front) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "hi"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_lost")
+        assert answer.headers["retry-after"] == "1"
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.coordination.records import AdapterRecord
@@ -53,7 +54,7 @@ from manylora_router.links.scheduler_client import SchedulerClient
 from manylora_router.request.call import Call, Calls
 from manylora_router.request.frames import Degraded
 from manylora_router.request.job import Job
-from manylora_router.text.constraints import NUM_THREADS, ConstraintCheck
+from manylora_router.text.constraints import MAX_SECONDS, MAX_WAIT_S, NUM_PLACES, ConstraintCheck
 from manylora_router.text.service import TextService
 from manylora_router.text.stop_strings import StopStrings
 from manylora_router.text.texts import Texts
@@ -100,7 +101,9 @@ class Intake:
         self._turns = LoopTurns()
         self._text_turns = PoolTurns(texts.default.num_threads)
         self._constraints = ConstraintCheck()
-        self._constraint_turns = PoolTurns(NUM_THREADS)
+        self._constraint_turns = PoolTurns(NUM_PLACES)
+        # a tenant has one place at a time: others' constraints are looked at beside its slow ones
+        self._own_constraint_turns: WeakValueDictionary[str, PoolTurns] = WeakValueDictionary()
 
     def tenant_of(self, request: RequestInput) -> str:
         """Raises Unauthenticated or PermissionDenied."""
@@ -363,11 +366,11 @@ class Intake:
         # without words, and with a seed: the caller's own, or its idempotency key's, or a drawn one
         seed, key = request.sampling.seed, request.idempotency_key
         if seed is None:
-            seed = admission.seed_of_key(tenant_id, key) if key else self._rng.getrandbits(64)
+            seed = admission.seed_of_key(tenant_id, key, request.part) if key else self._rng.getrandbits(64)
         return replace(request.sampling.or_else(model.sampling_defaults), seed=seed, bad_words=())
 
     async def _constraint(self, request: RequestInput, prompt: Sequence[int], tenant: str) -> Constraint | None:
-        """The answer's. Raises InvalidRequest."""
+        """The answer's. Raises as `_check_constraint`."""
         await self._check_constraint(request, request.constraint, tenant)
         if request.constraint_after is None:
             return request.constraint
@@ -376,13 +379,20 @@ class Intake:
         return constraint
 
     async def _check_constraint(self, request: RequestInput, constraint: Constraint | None, tenant: str) -> None:
-        """Raises InvalidRequest."""
+        """Raises InvalidRequest, Overloaded or ServiceUnavailable."""
         if constraint is None or self._constraints.is_known(tenant, constraint):
             return
         if violations := constraint.violations():
             raise InvalidRequest.of_all(violations)
-        flow = (tenant, request.qos_class)
-        async with self._constraint_turns.hold(flow, self._weight(*flow), _TEXT_COST + constraint.size_bytes):
+        flow, cost = (tenant, request.qos_class), _TEXT_COST + constraint.size_bytes
+        own = self._own_constraint_turns.setdefault(tenant, PoolTurns(1))
+        async with AsyncExitStack() as held:
+            try:
+                async with asyncio.timeout(MAX_WAIT_S):
+                    for turns in (own, self._constraint_turns):
+                        await held.enter_async_context(turns.hold(flow, self._weight(*flow), cost))
+            except TimeoutError:
+                raise Overloaded("other constraints are being compiled here", retry_after_s=MAX_SECONDS) from None
             violation = await self._constraints.violation(tenant, constraint)
         if violation is not None:
             raise InvalidRequest.of_all([violation])

@@ -19,6 +19,7 @@ from dataclasses import replace
 
 from manylora_shared.errors import (
     AnsweredElsewhere,
+    AnswerLost,
     Cancelled,
     Draining,
     InternalError,
@@ -43,6 +44,7 @@ TENANT_BYTES = 8 << 20
 ALL_BYTES = 256 << 20
 TENANT_ANSWERS = 256
 MAX_READERS = 8  # of one answer
+_FREED_S = 0.1  # for a call that comes as the one before it fails
 _FRAME_BYTES = 512  # about, as Python keeps it
 _TOKEN_BYTES = 40
 _LOGPROBS_BYTES = 200
@@ -81,7 +83,10 @@ class KeptAnswer:
         return bool(self.at) or self.has_lost_readers
 
     async def read(self, first: int) -> AsyncGenerator[Frame]:
-        """From that frame on. Raises NotFound where it is not kept any more, and what the answer ended with."""
+        """From that frame on. Raises AnswerLost or NotFound where it is not kept, and what the answer ended with."""
+        if first == 0 < self.first and self.key:
+            told = "its answer is longer than is kept, and cannot be told again; another key does the work again"
+            raise AnswerLost(f"idempotency-key: {told}")
         if not self.first <= first <= self.first + len(self.frames):
             raise NotFound(f"frames from {first} on are not kept; {self.first} to {self.first + len(self.frames)} are")
         if len(self.at) >= MAX_READERS:
@@ -227,13 +232,15 @@ class KeptAnswers:
     ) -> KeptAnswer | Owner:
         """The answer, or who has its key. takes_over: the key, from whoever has it.
 
-        Raises Overloaded, AnswerLost, or ServiceUnavailable where nobody can say who has the key.
+        Raises Overloaded, AnswerLost, AnsweredElsewhere where what it joins has failed, or ServiceUnavailable.
         """
         key = (tenant, slot_of(request))
         if request.idempotency_key and (known := await self.settled(tenant, request)) is not None:
             return known
         self._make_room(tenant)
-        request = replace(request, request_id=request.request_id or f"{self._getrandbits(128):032x}")
+        # An id that is another call's stands in that one's account: two of one id would be one row of usage.
+        own_id = "" if request.joins else request.request_id
+        request = replace(request, request_id=own_id or f"{self._getrandbits(128):032x}")
         answer = KeptAnswer(self, tenant, request)
         self._counts[tenant] = self._counts.get(tenant, 0) + 1
         self._by_id[tenant, answer.request_id] = answer
@@ -242,11 +249,20 @@ class KeptAnswers:
                 claiming = self._claiming[key] = asyncio.Event()
                 try:
                     claimed = await self._owners.claim(
-                        tenant, digest_of_key(key[1]), answer.request_id, takes_over=takes_over
+                        tenant,
+                        digest_of_key(key[1]),
+                        answer.request_id,
+                        takes_over=takes_over,
+                        call=request.idempotency_key,
                     )
                     if isinstance(claimed, Owner):
                         self._forget(answer)
                         return claimed
+                    if request.joins:  # its caller was told the other one's id already
+                        await self._owners.release(tenant, digest_of_key(key[1]), claimed.revision)
+                        raise AnsweredElsewhere(
+                            "idempotency-key: the call that had it has failed just now", retry_after_s=_FREED_S
+                        )
                     answer.claim, answer.revision = claimed, claimed.revision
                     if request.resume is not None:
                         request = replace(request, charged_tokens=claimed.charged_tokens)
@@ -327,20 +343,29 @@ class KeptAnswers:
                         await self._work_begins(answer)
                     self._bytes[answer.tenant] = self._bytes.get(answer.tenant, 0) + answer.add(frame)
                     if answer.is_over or not self._has_room(answer.tenant):
-                        self._bytes[answer.tenant] -= await answer.drop_read()
+                        freed = await answer.drop_read()  # the tenant's other answers come and go meanwhile
+                        self._bytes[answer.tenant] -= freed
         except ManyloraError as e:
             error = e
             if isinstance(e, Draining):
                 await self._leave(answer)
+            await self._let_go(answer)
         except asyncio.CancelledError:
             error = draining() if self._is_closing else Cancelled("nobody read it any more")
             raise
         except Exception:
             _LOG.exception("what nobody foresaw ends a kept answer")
             error = InternalError("internal error")
+            await self._let_go(answer)
         finally:
             answer.end(error)
             self._ended(answer)
+
+    async def _let_go(self, answer: KeptAnswer) -> None:
+        """Of its key."""
+        # Before anybody is told that it failed: who asks another router then is not sent here.
+        if (releasing := self._forget_key(answer)) is not None:
+            await asyncio.wait([releasing])
 
     def _ended(self, answer: KeptAnswer) -> None:
         if answer.timer is not None:
@@ -359,12 +384,23 @@ class KeptAnswers:
             self._spend(answer)
 
     def _has_room(self, tenant: str) -> bool:
-        """Lets go of the tenant's oldest ended answers, where that makes some."""
-        if self._bytes[tenant] <= TENANT_BYTES and sum(self._bytes.values()) <= ALL_BYTES:
-            return True
-        for answer in [a for a in self._by_id.values() if a.tenant == tenant and a.has_ended and not a.at]:
-            self._spend(answer)
-            if self._bytes[tenant] <= TENANT_BYTES and sum(self._bytes.values()) <= ALL_BYTES:
+        """Lets go of ended answers, where that makes some."""
+        while self._bytes.get(tenant, 0) > TENANT_BYTES:
+            if not self._spend_oldest(tenant):
+                return False
+        while sum(self._bytes.values()) > ALL_BYTES:
+            own = self._bytes.get(tenant, 0)
+            # Who has most makes room: never a tenant that has less than this one.
+            most = sorted((size, each) for each, size in self._bytes.items() if size >= own)
+            if not any(self._spend_oldest(each) for _, each in reversed(most)):
+                return False
+        return True
+
+    def _spend_oldest(self, tenant: str) -> bool:
+        """Returns whether it had one."""
+        for answer in self._by_id.values():
+            if answer.tenant == tenant and answer.has_ended and answer.size_bytes and not answer.at:
+                self._spend(answer)
                 return True
         return False
 
@@ -399,17 +435,19 @@ class KeptAnswers:
             if not left:
                 del counts[answer.tenant]
 
-    def _forget_key(self, answer: KeptAnswer) -> None:
-        if self._by_key.get((answer.tenant, answer.key)) is answer:
-            del self._by_key[answer.tenant, answer.key]
-            if not answer.is_left:
-                self._release(answer.tenant, answer.key, answer.revision)
+    def _forget_key(self, answer: KeptAnswer) -> asyncio.Task[None] | None:
+        """Returns what lets go of its record."""
+        if self._by_key.get((answer.tenant, answer.key)) is not answer:
+            return None
+        del self._by_key[answer.tenant, answer.key]
+        return None if answer.is_left else self._release(answer.tenant, answer.key, answer.revision)
 
-    def _release(self, tenant: str, key: str, revision: int) -> None:
+    def _release(self, tenant: str, key: str, revision: int) -> asyncio.Task[None]:
         releasing = self._owners.release(tenant, digest_of_key(key), revision)
         task = asyncio.create_task(releasing, name="release key")
         self._releasing.add(task)
         task.add_done_callback(self._releasing.discard)
+        return task
 
 
 def _behind(delta: Delta, had: list[int]) -> Delta | None:

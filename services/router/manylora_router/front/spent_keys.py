@@ -19,7 +19,7 @@ class SpentKey:
 
 
 class SpentKeys:
-    def __init__(self, release: Callable[[str, str, int], None]) -> None:
+    def __init__(self, release: Callable[[str, str, int], object]) -> None:
         """release: the record of a tenant's slot, at its revision."""
         self._release = release
         self._keys: dict[str, dict[str, SpentKey]] = {}  # by tenant and slot, the oldest first

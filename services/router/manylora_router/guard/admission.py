@@ -135,6 +135,7 @@ class RequestInput:
     traceparent: str | None = None
     time_remaining_s: float | None = None  # until the caller's deadline
     request_id: str = ""  # 32 hexadecimal digits that the front drew; empty: it draws none
+    joins: bool = False  # that id is of another call's answer, and never of new work
     fingerprint: bytes = b""  # of all that was asked, where an idempotency key stands beside it
     part: int = 0  # of several with one idempotency key
     is_resumable: bool = False
@@ -413,9 +414,11 @@ def admit(
     )
 
 
-def seed_of_key(tenant: str, idempotency_key: str) -> int:
-    """64 bits, the same for the same tenant and key."""
+def seed_of_key(tenant: str, idempotency_key: str, part: int = 0) -> int:
+    """64 bits, the same for the same tenant, key and part."""
     digest = hashlib.sha256(b"manylora-seed-v1\0" + tenant.encode() + b"\0" + idempotency_key.encode())
+    if part:  # a call with one prompt has the seed that it always had
+        digest.update(b"\0%d" % part)
     return int.from_bytes(digest.digest()[:8], "big")
 
 

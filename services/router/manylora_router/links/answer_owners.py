@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -26,8 +27,9 @@ _TRIES = 4
 _TIMEOUT_S = 2.0
 LEASE_S = 900
 LASTS_S = LEASE_S * 2 // 3  # for so long a record stands at least, after its router's end
-ASKING = 128  # claims under way: each asks the store twice
+ASKING = 128  # calls whose claims are under way: each claim asks the store twice
 _ASKING_KEPT = 32
+_PARTS_AT_ONCE = 4  # of one call that claim: the others wait for their turn
 
 T = TypeVar("T")
 
@@ -49,20 +51,30 @@ class Claim(NamedTuple):
     charged_tokens: int  # of the answer, with its prompt, by routers that were stopped
 
 
+class _Parts:  # of one call, whose claims are under way
+    def __init__(self) -> None:
+        self.count = 0
+        self.turns = asyncio.Semaphore(_PARTS_AT_ONCE)
+
+
 class AnswerOwners:
     def __init__(self, store: Store, router_id: str, started_unix_s: float) -> None:
         self._store = store
         self._router_id = router_id
         self._started_unix_s = started_unix_s
         self._asking = Places(ASKING, kept=_ASKING_KEPT, few=8)
+        self._parts: dict[tuple[str, str], _Parts] = {}  # by tenant and call
         self._lease_id = 0
         self._granting = asyncio.Lock()
         self._keeping: asyncio.Task[None] | None = None
 
-    async def claim(self, tenant: str, digest: str, request_id: str, *, takes_over: bool = False) -> Owner | Claim:
+    async def claim(
+        self, tenant: str, digest: str, request_id: str, *, takes_over: bool = False, call: str = ""
+    ) -> Owner | Claim:
         """The other router that has the key; or this one has it then.
 
         takes_over: whoever has it, and however far that is: the caller has a part of the answer.
+        call: that this is a part of.
 
         Raises AnswerLost; ServiceUnavailable; or Overloaded where the tenant asks too often at once.
         """
@@ -73,7 +85,7 @@ class AnswerOwners:
                     return owner
             raise StoreUnavailable("too many want it")
 
-        with self._asking.held(f"tenant {tenant} for its idempotency keys"):
+        async with self._turn(tenant, call or digest):
             return await self._in_time(found)
 
     async def request_of(self, tenant: str, digest: str) -> str:
@@ -84,8 +96,26 @@ class AnswerOwners:
             known = AnswerRecord.stored(kv) if kv is not None else None
             return known.request_id if known is not None and await self._living(known) is not None else ""
 
-        with self._asking.held(f"tenant {tenant} for its idempotency keys"):
+        with self._asking.held(_account_of(tenant)):
             return await self._in_time(found)
+
+    @asynccontextmanager
+    async def _turn(self, tenant: str, call: str) -> AsyncIterator[None]:
+        """Raises Overloaded."""
+        # All parts of a call have one place, or none of them: a part that is refused would be the end of the others.
+        parts = self._parts.get((tenant, call))
+        if parts is None:
+            self._asking.enter(_account_of(tenant))
+            parts = self._parts[tenant, call] = _Parts()
+        parts.count += 1
+        try:
+            async with parts.turns:
+                yield
+        finally:
+            parts.count -= 1
+            if not parts.count:
+                del self._parts[tenant, call]
+                self._asking.leave(_account_of(tenant))
 
     async def begin(self, tenant: str, digest: str, request_id: str, claim: Claim) -> int:
         """The record says that the work has begun. Returns its revision. Raises AnsweredElsewhere: another router took
@@ -195,3 +225,7 @@ class AnswerOwners:
                 self._lease_id = 0
             _LOG.warning("who has an idempotency key is not known: %s", e)
         raise ServiceUnavailable("idempotency-key: who has it cannot be found out now", retry_after_s=1.0)
+
+
+def _account_of(tenant: str) -> str:
+    return f"tenant {tenant} for its idempotency keys"

@@ -183,7 +183,7 @@ class Call:
         self._count(error)
         execution = self._execution
         if execution is not None:
-            if execution.job.is_hedge and not execution.has_told and self._may_forgive(execution.job):
+            if execution.job.is_hedge and not self.writes.has_begun and self._may_forgive(execution.job):
                 execution.forgive()
             execution.close()
             self._calls.counters.resumed += len(execution.pauses_s)
@@ -319,7 +319,9 @@ class Call:
         try:
             again = calls.guard.admit(permit.tenant, permit.adapter, permit.prompt_token_ids, now)
         except ManyloraError as e:
-            raise WorkerLost(f"{lost.message}; no other worker goes on with it: {e.message}") from e
+            after_s = lost.retry_after_s if e.retry_after_s is None else e.retry_after_s
+            message = f"{lost.message}; no other worker goes on with it: {e.message}"
+            raise WorkerLost(message, retry_after_s=after_s) from e
         self._permit = again
 
     def _may_forgive(self, job: Job) -> bool:

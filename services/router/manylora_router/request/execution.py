@@ -45,7 +45,7 @@ from manylora_router.request.losses import Losses
 from manylora_router.request.metering import End, Meter
 from manylora_router.request.reckoning import Reckonings
 from manylora_router.request.token_lease import TokenLease
-from manylora_router.request.worker_stream import NOT_REACHED, WorkerStream
+from manylora_router.request.worker_stream import LOST_RETRY_S, NOT_REACHED, WorkerStream
 from manylora_router.text.detokenizer import Detokenizer
 
 _LOG = logging.getLogger(__name__)
@@ -320,7 +320,7 @@ class Execution:
                     raise QuotaExceeded(e.message, breaches=e.breaches) from e
                 if attempt >= MAX_ATTEMPTS:
                     message = f"worker {grant.worker_id} was lost, after {attempt} attempts on workers: {e.message}"
-                    raise WorkerLost(message, retry_after_s=1.0) from e
+                    raise WorkerLost(message, retry_after_s=LOST_RETRY_S) from e
                 _LOG.info(
                     "worker not reached, queued again",
                     extra=fields(
@@ -354,7 +354,7 @@ class Execution:
             except ManyloraError as e:
                 if job.is_resumed:
                     message = f"{self._losses.why}; no other worker goes on with it: {e.message}"
-                    raise WorkerLost(message, retry_after_s=1.0) from e
+                    raise WorkerLost(message, retry_after_s=LOST_RETRY_S) from e
                 self._is_queued = False  # refused: a status alone
                 raise
 
@@ -467,7 +467,8 @@ class Execution:
             case common_pb2.OUTCOME_DEADLINE_EXCEEDED:
                 raise deadline_exceeded()
             case common_pb2.OUTCOME_CANCELLED | common_pb2.OUTCOME_WORKER_LOST:
-                raise WorkerLost(f"worker {worker_id} gave the request up: {finished.message or 'it is stopping'}")
+                message = f"worker {worker_id} gave the request up: {finished.message or 'it is stopping'}"
+                raise WorkerLost(message, retry_after_s=LOST_RETRY_S)
             case _:
                 raise InternalError(f"worker {worker_id} failed: {finished.message or 'internal error'}")
 

@@ -13,6 +13,7 @@ class StreamWrites:
     def __init__(self, telemetry: Telemetry, request: Span) -> None:
         self._telemetry = telemetry
         self._request = request
+        self.has_begun = False
         self._is_recorded = request.is_recorded
         self._began_at = 0.0
         self._count = 0
@@ -20,6 +21,7 @@ class StreamWrites:
         self._first_ns = self._last_ns = 0
 
     def begin(self) -> None:
+        self.has_begun = True
         if self._is_recorded:
             self._began_at = asyncio.get_running_loop().time()
             self._first_ns = self._first_ns or self._telemetry.now_ns()

@@ -27,6 +27,7 @@ EXECUTE = _METHODS["Execute"]
 STOP_CHOICE = _METHODS["StopChoice"]
 
 _STOP_CHOICE_TIMEOUT_S = 2.0
+LOST_RETRY_S = 1.0  # that callers are told to wait, whatever the way in which a worker was lost
 
 # before the first frame: the worker is gone, stopping, full, under a newer leader, or still at an attempt whose
 # connection broke; another may have the request
@@ -105,10 +106,12 @@ class WorkerStream:
             if e.code in _OUR_FAULT:
                 raise InternalError(f"worker {self._worker_id} failed: {e.message}") from e
             self.is_worker_gone = True
-            raise WorkerLost(f"worker {self._worker_id} was lost while the request ran: {e.message}") from e
+            told = f"worker {self._worker_id} was lost while the request ran: {e.message}"
+            raise WorkerLost(told, retry_after_s=LOST_RETRY_S) from e
         if message is None:
             self.is_worker_gone = True
-            raise WorkerLost(f"worker {self._worker_id} ended the stream before the request was finished")
+            told = f"worker {self._worker_id} ended the stream before the request was finished"
+            raise WorkerLost(told, retry_after_s=LOST_RETRY_S)
         if message.frame != self._next_frame:
             raise InternalError(
                 f"worker {self._worker_id} sent frame {message.frame}, not {self._next_frame}: output was lost"

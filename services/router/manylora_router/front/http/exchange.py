@@ -19,9 +19,11 @@ from manylora_shared.transport.unparsed import LARGE_BYTES
 
 from manylora_router.front.http import errors
 from manylora_router.front.http.bodies import BodyRoom, cost_of
+from manylora_router.front.http.fields import is_shallow
 
 BODY_TIMEOUT_S = 30.0
 SLOW_READER_S = 15.0
+MAX_BODY_DEPTH = 200  # far from where writers of JSON give up, whichever thread's stack they have
 KEEP_ALIVE_S = 5.0  # an answer that has nothing to say for so long says that it lives
 
 _OUTLIVING = (IDEMPOTENCY_KEY, KEEP_KEY, LAST_EVENT_ID)
@@ -73,6 +75,7 @@ class Exchange:
 
     def __init__(self, scope: Message, receive: Receive, send: Send, request_id: str, room: BodyRoom) -> None:
         self.request_id = request_id
+        self.joins = False  # that id is another call's, whose answer this one is to get
         self.tenant = ""  # that the caller may ask for; empty: not known
         self._room = room
         self.path: str = scope["path"]
@@ -238,11 +241,15 @@ def encoded(document: Any) -> bytes:
 
 
 def _parse(data: bytes) -> Any:
+    too_deep = f"is nested too deeply: at most {MAX_BODY_DEPTH} lists and objects lie in each other"
     try:
-        return json.loads(data, parse_constant=_no_number)
+        document = json.loads(data, parse_constant=_no_number)
     except (ValueError, RecursionError) as e:
-        reason = "is nested too deeply" if isinstance(e, RecursionError) else f"is not JSON: {str(e)[:120]}"
+        reason = too_deep if isinstance(e, RecursionError) else f"is not JSON: {str(e)[:120]}"
         raise InvalidRequest.of("body", reason) from None
+    if data.count(b"[") + data.count(b"{") > MAX_BODY_DEPTH and not is_shallow(document, MAX_BODY_DEPTH):
+        raise InvalidRequest.of("body", too_deep)
+    return document
 
 
 def _no_number(word: str) -> Any:

@@ -151,7 +151,24 @@ class Fields:
 
 def is_unicode(text: str) -> bool:
     """As against one with half a surrogate pair, which JSON can say."""
-    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+    try:
+        text.encode()  # the quickest that there is: what is asked of has megabytes, on the event loop
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def is_shallow(value: Any, most: int) -> bool:
+    """Whether its lists and objects lie in at most so many of each other."""
+    left = [(value, 1)]
+    while left:
+        each, depth = left.pop()
+        if isinstance(each, dict | list):
+            if depth > most:
+                return False
+            inner = each.values() if isinstance(each, dict) else each
+            left += [(one, depth + 1) for one in inner if isinstance(one, dict | list)]
+    return True
 
 
 def is_token_ids(value: Any, most: int) -> bool:

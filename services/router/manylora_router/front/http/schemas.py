@@ -228,6 +228,7 @@ _ITEMS = (
 RESPONSE = closed(
     {
         **COMMON,
+        **_not_built(asked.UNTOLD.items()),
         "input": {"anyOf": [{"type": "string"}, _list({"anyOf": [*_ITEMS]}, MAX_CHAT_MESSAGES, 1)]},
         "instructions": _TEXT,
         "max_output_tokens": _integer(1),
@@ -294,6 +295,7 @@ _CONVERSATION = {
 ANTHROPIC = closed(
     {
         **COMMON,
+        **_not_built(asked.UNTOLD.items()),
         **_CONVERSATION,
         "max_tokens": {"type": "integer", "minimum": 1},
         "stop_sequences": _texts(MAX_STOP_STRINGS),

@@ -57,6 +57,13 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "return_token_offsets": (False,),
     "thinking_token_budget": (),
 }
+# What an answer of one choice, told as parts, has no place for.
+UNTOLD: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "include_stop_str_in_output": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+}
 _COUNTS = ("top_logprobs", "prompt_logprobs")  # that endpoints name in their own ways
 
 
@@ -152,6 +159,11 @@ def read(
         fields.only(name, *neutral)
     fields.ignore(*HARMLESS)
     return request, form
+
+
+def refuse_untold(fields: Fields) -> None:
+    for name, neutral in UNTOLD.items():
+        fields.only(name, *neutral)
 
 
 def read_prompt_logprobs(fields: Fields, form: Form) -> int | None:

@@ -84,6 +84,8 @@ async def _text_of(request: RequestInput, exchange: Exchange, door: Door) -> str
     match request.prompt:
         case TextPrompt(text):
             return text
+        case TokenPrompt(ids) if len(ids) > door.longest_context_tokens:
+            return ""  # not looked at whole, and refused with its length
         case TokenPrompt(ids):
             async with door.intake.text_turn((exchange.tenant, request.qos_class), len(ids)):
                 return await door.text.decode(ids)

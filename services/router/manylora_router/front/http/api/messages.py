@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from dataclasses import replace
 from typing import Any
@@ -16,12 +15,12 @@ from manylora_router.front.http import errors
 from manylora_router.front.http.api import asked
 from manylora_router.front.http.api.answers import Door, resumed_part
 from manylora_router.front.http.api.asked import Form
-from manylora_router.front.http.api.prompts import Conversation, each_of, read_message, read_text
+from manylora_router.front.http.api.prompts import Conversation, each_of, is_too_long, read_message, read_text
 from manylora_router.front.http.api.telling import Told, event, tell
 from manylora_router.front.http.api.tooling import Reading, Tools, read_anthropic_tools
 from manylora_router.front.http.exchange import Exchange
 from manylora_router.front.http.fields import Fields
-from manylora_router.guard.admission import MAX_CHAT_MESSAGES, MAX_STOP_STRINGS, ChatPrompt, RequestInput
+from manylora_router.guard.admission import MAX_STOP_STRINGS, ChatPrompt, RequestInput
 
 # where OpenAI's are not Anthropic's as well
 _TYPES = {"server_error": "api_error", "conflict_error": "invalid_request_error", "cancelled_error": "api_error"}
@@ -72,13 +71,16 @@ def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[RequestInput,
     if max_tokens is None:
         fields.wrong("max_tokens", "is missing")
     stops = fields.texts("stop_sequences", most=MAX_STOP_STRINGS)
+    if stops and fields.peek("stop"):
+        fields.wrong("stop", "is given under two names: stop and stop_sequences")
     request, form = asked.read(
         fields, asked.caller_of(exchange.headers), door.names, max_tokens=max_tokens, top_logprobs=None
     )
+    asked.refuse_untold(fields)
     fields.close()
-    exchange.names = {**form.names, **reading.names, "stop": "stop_sequences"}
+    exchange.names = {**form.names, **reading.names, **({"stop": "stop_sequences"} if stops else {})}
     fields.check()
-    return reading.asked(replace(request, stop=stops, n=1), prompt), form, reading
+    return reading.asked(replace(request, stop=stops or request.stop), prompt), form, reading
 
 
 async def count_tokens(exchange: Exchange, door: Door) -> None:
@@ -137,7 +139,7 @@ def _read_message(message: Fields, found: Conversation) -> None:
     if role not in ("user", "assistant", "system"):
         message.wrong("role", "must be user or assistant")
     texts, thoughts, calls = list[str](), list[str](), list[tuple[str, str, dict[str, Any]]]()
-    for index, given in enumerate(itertools.islice(parts, MAX_CHAT_MESSAGES)):
+    for index, given in enumerate(parts if not is_too_long(message, "content", parts) else ()):
         if not isinstance(given, dict):
             message.wrong(f"content[{index}]", "must be an object with a type")
             break

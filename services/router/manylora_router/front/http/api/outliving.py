@@ -19,8 +19,8 @@ async def name(exchange: Exchange, kept: KeptAnswers) -> None:
     headers = exchange.headers
     if LAST_EVENT_ID in headers:
         exchange.request_id, _ = _last_event(headers)
-    elif key := headers.get(IDEMPOTENCY_KEY):
-        exchange.request_id = await kept.id_of(exchange.tenant, key) or exchange.request_id
+    elif (key := headers.get(IDEMPOTENCY_KEY)) and (found := await kept.id_of(exchange.tenant, key)):
+        exchange.request_id, exchange.joins = found, True
 
 
 def asked(exchange: Exchange, requests: Sequence[RequestInput], *, is_stream: bool) -> list[RequestInput]:
@@ -39,7 +39,14 @@ def asked(exchange: Exchange, requests: Sequence[RequestInput], *, is_stream: bo
     keep_s = keep_s or (KEY_KEEP_S if is_again else 0)
     fingerprint = exchange.fingerprint()
     return [
-        replace(request, fingerprint=fingerprint, keep_s=keep_s, part=part, is_again=is_again)
+        replace(
+            request,
+            fingerprint=fingerprint,
+            keep_s=keep_s,
+            part=part,
+            is_again=is_again,
+            joins=exchange.joins and bool(request.request_id),
+        )
         for part, request in enumerate(requests)
     ]
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from manylora_router.dialect.dialect import Dialect
@@ -27,10 +26,17 @@ class Conversation:
         self.more: dict[int, dict[str, Any]] = {}
         self._names: dict[str, str] = {}  # of calls, by their ids
 
-    def say(self, role: str, text: str, *, reasoning: str = "") -> None:
+    def say(self, role: str, text: str, *, reasoning: str = "", name: str = "") -> None:
         self.messages.append((role, text))
         if reasoning:
             self._tell(reasoning_content=reasoning)
+        if name:
+            self._tell(name=name)
+
+    def think(self, reasoning: str) -> None:
+        """Of the last message, which is the assistant's."""
+        earlier = self.more.get(len(self.messages) - 1, {}).get("reasoning_content", "")
+        self._tell(reasoning_content=f"{earlier}\n{reasoning}" if earlier else reasoning)
 
     def call(self, call_id: str, name: str, arguments: Mapping[str, Any]) -> None:
         """Of the last message, which is the assistant's."""
@@ -86,18 +92,20 @@ def read_messages(fields: Fields, dialect: Dialect) -> Conversation:
     return found
 
 
-def read_message(message: Fields, found: Conversation, kinds: Collection[str] = ("text",)) -> None:
-    """`kinds`: types of parts that are texts."""
+def read_message(
+    message: Fields, found: Conversation, kinds: Collection[str] = ("text",), *, thoughts: str = ""
+) -> None:
+    """`kinds`: types of parts that are texts. thoughts: the assistant's, from elsewhere."""
     has_text = message.peek("content") not in (None, [])
     role, text = _role(message), read_text(message, "content", kinds)
     if not has_text and role in ("system", "user", "tool"):
         message.wrong("content", "is missing: a text, or a list of parts")
     name, call_id = message.text("name"), message.text("tool_call_id")
-    reasoning = message.text("reasoning_content") or message.text("reasoning")
+    reasoning = message.text("reasoning_content") or message.text("reasoning") or thoughts
     if role == "tool":
         found.result(call_id, text, name)
     else:
-        found.say(role, text, reasoning=reasoning if role == "assistant" else "")
+        found.say(role, text, reasoning=reasoning if role == "assistant" else "", name=name)
     if call_id and role != "tool":
         message.wrong("tool_call_id", "is of the role tool alone")
     calls = read_calls(message)
@@ -116,7 +124,9 @@ def each_of(fields: Fields, name: str) -> Iterator[Fields]:
     if not isinstance(given, list) or not given:
         fields.wrong(name, "must be a list of at least one message")
         return
-    for index, each in enumerate(itertools.islice(given, MAX_CHAT_MESSAGES + 1)):
+    if is_too_long(fields, name, given):
+        return
+    for index, each in enumerate(given):
         path = f"{name}[{index}]"
         if not isinstance(each, dict):
             fields.wrong(path, "must be an object with role and content")
@@ -158,7 +168,7 @@ def read_text(fields: Fields, name: str, kinds: Collection[str] = ("text",)) -> 
         return fields.text(name)
     fields.ignore(name)
     texts: list[str] = []
-    for index, part in enumerate(itertools.islice(value, MAX_CHAT_MESSAGES)):
+    for index, part in enumerate(value if not is_too_long(fields, name, value) else ()):
         path = f"{name}[{index}]"
         if not isinstance(part, dict) or part.get("type") not in kinds:
             fields.wrong(path, f"must be a part of type {' or '.join(kinds)}: this model takes no other")
@@ -168,6 +178,13 @@ def read_text(fields: Fields, name: str, kinds: Collection[str] = ("text",)) -> 
         texts.append(inner.text("text"))
         inner.close()
     return "\n".join(texts)
+
+
+def is_too_long(fields: Fields, name: str, given: Sequence[object]) -> bool:
+    """And says so."""
+    if len(given) > MAX_CHAT_MESSAGES:
+        fields.wrong(name, f"has {len(given)} entries; at most {MAX_CHAT_MESSAGES} are read")
+    return len(given) > MAX_CHAT_MESSAGES
 
 
 def _role(message: Fields) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -107,7 +107,10 @@ def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[RequestInput,
     request, form = asked.read(
         fields, asked.caller_of(exchange.headers), door.names, max_tokens=max_tokens, top_logprobs=None
     )
+    asked.refuse_untold(fields)
     fields.close()
+    if constraint is not None and request.constraint is not None:
+        fields.wrong("text.format", "is given beside another constraint: one is kept")
     exchange.names = {**form.names, **reading.names, "max_tokens": "max_output_tokens", "messages": "input"}
     fields.check()
     said = {
@@ -119,11 +122,10 @@ def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[RequestInput,
         "tool_choice": fields.peek("tool_choice") or "auto",
         "tools": [{"strict": None, "description": None, **tool} for tool in fields.peek("tools") or ()],
     }
-    request = reading.asked(
-        replace(request, n=1, constraint=constraint),
-        conversation.prompt(tools=tools.offered, template_kwargs=kwargs),
-        "text.format",
-    )
+    if constraint is not None:
+        request = replace(request, constraint=constraint)
+    name = "text.format" if request.constraint is None else form.names.get(request.constraint.field, "text.format")
+    request = reading.asked(request, conversation.prompt(tools=tools.offered, template_kwargs=kwargs), name)
     if constraint is not None:
         said["text"] = {"format": told_format}
         exchange.names[constraint.field] = "text.format"
@@ -142,28 +144,43 @@ def _conversation(fields: Fields, instructions: str, dialect: Dialect) -> Conver
         item.ignore(*_IGNORED)
         match item.peek("type") or "message":
             case "message":
-                read_message(item, found, KINDS)
+                if item.peek("role") != "assistant":
+                    thoughts = _settled(found, thoughts)
+                read_message(item, found, KINDS, thoughts="\n".join(thoughts))
             case "function_call":
+                _settled(found, thoughts)
                 if not found.messages or found.messages[-1][0] != "assistant":
-                    found.say("assistant", "", reasoning="\n".join(thoughts))
+                    found.say("assistant", "")
                 found.call(item.text("call_id"), item.text("name"), read_arguments(item))
                 item.ignore("namespace", "caller")
                 item.close()
             case "function_call_output":
+                _settled(found, thoughts)
                 found.result(item.text("call_id"), read_text(item, "output", KINDS))
                 item.ignore("caller", "name")
                 item.close()
             case "reasoning":
                 item.ignore("summary", "encrypted_content")
-                thoughts = [read_text(item, "content", ("reasoning_text",))]
+                thoughts += [text] if (text := read_text(item, "content", ("reasoning_text",))) else []
                 item.close()
                 continue
             case _:
                 item.wrong("type", "is none that is read here")
                 break
         thoughts = []
+    _settled(found, thoughts)
     found.fit(fields, "input", dialect)
     return found
+
+
+def _settled(found: Conversation, thoughts: Sequence[str]) -> list[str]:
+    """None is left."""
+    # What was thought before something else than a text is of the answer before, or of one that was cut.
+    if thoughts and found.messages and found.messages[-1][0] == "assistant":
+        found.think("\n".join(thoughts))
+    elif thoughts:
+        found.say("assistant", "", reasoning="\n".join(thoughts))
+    return []
 
 
 class _Response:

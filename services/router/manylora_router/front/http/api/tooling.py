@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -14,14 +13,13 @@ from manylora_shared.constraints.constraint import Constraint, ConstraintKind
 from manylora_shared.errors import InvalidRequest, shown
 
 from manylora_router.dialect.dialect import AnswerReader, Dialect
-from manylora_router.dialect.json_scan import JsonScanner
 from manylora_router.front.http.api.constraints import FORMAT
-from manylora_router.front.http.fields import Fields, is_unicode
-from manylora_router.guard.admission import ChatPrompt, RequestInput
+from manylora_router.front.http.fields import Fields, is_shallow, is_unicode
+from manylora_router.guard.admission import MAX_TEXT_BYTES, ChatPrompt, RequestInput
 from manylora_router.text.service import TextService
 
 MAX_TOOLS = 128
-MAX_SCHEMA_DEPTH = 64
+MAX_SCHEMA_DEPTH = MAX_ARGUMENTS_DEPTH = 64
 UNUSED_OF_TOOLS = ("allowed_callers", "defer_loading", "input_examples")  # of Anthropic's
 NEUTRAL_OF_TOOLS: tuple[Any, ...] = (False, [], ["direct"])
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
@@ -199,24 +197,13 @@ class _Strictness:
         self.strict.append(str(function.peek("name")))
 
 
-def is_shallow(value: Any) -> bool:
-    left = [(value, 1)]
-    while left:
-        each, depth = left.pop()
-        if depth > MAX_SCHEMA_DEPTH:
-            return False
-        if isinstance(each, dict | list):
-            left += [(inner, depth + 1) for inner in (each.values() if isinstance(each, dict) else each)]
-    return True
-
-
 def _tools(fields: Fields, dialect: Dialect) -> list[Fields]:
     given = fields.raw("tools")
     if given is None or given == []:
         return []
     if not isinstance(given, list) or len(given) > MAX_TOOLS or not all(isinstance(each, dict) for each in given):
         fields.wrong("tools", f"must be a list of at most {MAX_TOOLS} objects")
-    elif not is_shallow(given) or not is_unicode(json.dumps(given, ensure_ascii=False)):
+    elif not is_shallow(given, MAX_SCHEMA_DEPTH) or not is_unicode(json.dumps(given, ensure_ascii=False)):
         fields.wrong("tools", f"is deeper than {MAX_SCHEMA_DEPTH}, or has half of a surrogate pair")
     elif not dialect.takes_tools:
         fields.wrong("tools", "is nothing that the model's chat template takes")
@@ -280,7 +267,10 @@ def read_calls(message: Fields, name: str = "tool_calls") -> list[tuple[str, str
     found: list[tuple[str, str, dict[str, Any]]] = []
     if given is not None and not isinstance(given, list):
         message.wrong(name, "must be a list of calls")
-    for index, each in enumerate(itertools.islice(given if isinstance(given, list) else (), MAX_TOOLS)):
+    elif given is not None and len(given) > MAX_TOOLS:
+        message.wrong(name, f"has {len(given)} calls; at most {MAX_TOOLS} are read")
+        return []
+    for index, each in enumerate(given if isinstance(given, list) else ()):
         path = f"{name}[{index}]"
         if not isinstance(each, dict):
             message.wrong(path, "must be an object")
@@ -297,12 +287,18 @@ def read_calls(message: Fields, name: str = "tool_calls") -> list[tuple[str, str
 
 def read_arguments(call: Fields) -> dict[str, Any]:
     text = call.text("arguments", "{}")
-    scanner = JsonScanner()
-    if not text.lstrip().startswith("{") or scanner.scan(text.strip()) < len(text.strip()) or not scanner.is_done:
-        call.wrong("arguments", "must be the text of a JSON object")
+    if len(text) > MAX_TEXT_BYTES:  # before it is looked into: this is the event loop
+        call.wrong("arguments", f"has more than {MAX_TEXT_BYTES} bytes")
         return {}
-    found: dict[str, Any] = json.loads(text)
-    if is_unicode(json.dumps(found, ensure_ascii=False)):
+    try:
+        found = json.loads(text)
+        told = json.dumps(found, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        found, told = None, ""
+    if not isinstance(found, dict) or not is_shallow(found, MAX_ARGUMENTS_DEPTH):
+        call.wrong("arguments", f"must be the text of a JSON object, no deeper than {MAX_ARGUMENTS_DEPTH}")
+    elif not is_unicode(told):
+        call.wrong("arguments", "has half of a surrogate pair: it is no Unicode text")
+    else:
         return found
-    call.wrong("arguments", "has half of a surrogate pair: it is no Unicode text")
     return {}
