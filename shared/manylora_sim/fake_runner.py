@@ -337,12 +337,14 @@ class FakeStep:
         self.awaits_masks = any(chunk.mask_follows for chunk in copied)
         self._undrawn: dict[int, None] = {}
         # by block: the prompt of the request that writes it in this step; None: it is cleared
-        self.writes: dict[int, Sequence[int] | None] = {}
-        self.writes.update(dict.fromkeys(batch.clear_blocks))
+        self.writes: dict[int, Sequence[int] | None] = dict.fromkeys(batch.clear_blocks)
+        self._follows = before is not None and any(
+            PENDING_TOKEN in c.token_ids or not before.writes.keys().isdisjoint(c.block_table) for c in copied
+        )
         for chunk in copied:
             first, last = chunk.start_position, chunk.start_position + len(chunk.token_ids) - 1
-            for index in range(first // runner.block_size, last // runner.block_size + 1):
-                self.writes[chunk.block_table[index]] = chunk.prompt_token_ids
+            written = chunk.block_table[first // runner.block_size : last // runner.block_size + 1]
+            self.writes.update(dict.fromkeys(written, chunk.prompt_token_ids))
 
     @property
     def is_read(self) -> bool:
@@ -362,16 +364,16 @@ class FakeStep:
 
     @property
     def drawn(self) -> Mapping[int, int]:
-        """Of a step that was read. One that failed has drawn nothing."""
-        found = () if isinstance(self._outcome, Exception) else self.result()
-        return {s.sequence_id: s.token_id for s in found if s.sequence_id not in self._undrawn}
+        """Of a step that was read."""
+        return {s.sequence_id: s.token_id for s in self.result() if s.sequence_id not in self._undrawn}
 
     def result(self) -> Sequence[Sampled]:
         assert self._before is None or self._before.is_read, "results are read in order"
         assert not self.awaits_masks, "it has not drawn"
         if self._outcome is None:
             try:
-                found = self._runner.compute(self._batch, {} if self._before is None else self._before.drawn)
+                drawn = self._before.drawn if self._before is not None and self._follows else {}
+                found = self._runner.compute(self._batch, drawn)
                 self._outcome = [
                     Sampled(s.sequence_id, NO_TOKEN) if s.sequence_id in self._undrawn else s for s in found
                 ]
@@ -387,8 +389,7 @@ class TokenDraw:
     """Temperature 0 makes the text independent of seed and choice; of the others only `top_logprobs` counts."""
 
     def __init__(self, vocab_size: int, eos_token_id: int | None, eos_one_in: int) -> None:
-        assert vocab_size > 1
-        assert eos_one_in > 0
+        assert min(vocab_size - 1, eos_one_in) > 0
         self._vocab_size = vocab_size
         self._eos_token_id = eos_token_id
         self._eos_one_in = eos_one_in
@@ -404,11 +405,8 @@ class TokenDraw:
         seed, choice = (0, 0) if sampling.is_greedy else (sampling.seed, choice)
         digest = _NOTHING_HASHED.copy()
         digest.update(_HEAD.pack(seed % 2**64, choice, output_index, _adapter_tag(adapter_uid)))
-        if len(context) <= _HASHED_AT_ONCE:
-            digest.update(context)
-        else:
-            for at in range(0, len(context), _HASHED_AT_ONCE):
-                digest.update(context[at : at + _HASHED_AT_ONCE])
+        for at in range(0, len(context), _HASHED_AT_ONCE):
+            digest.update(context[at : at + _HASHED_AT_ONCE])
         value = int.from_bytes(digest.digest(), "little")
         token_id = self._token(value)
         if sampling.top_logprobs is None:

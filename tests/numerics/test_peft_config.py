@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 from manylora_shared.errors import shown
+from manylora_worker.weights.peft.patterns import COMPILE_BUDGET_S
 from manylora_worker.weights.peft_config import (
-    COMPILE_BUDGET_S,
     LoraSettings,
     ModuleMatcher,
-    PatternTimeout,
     Problems,
     parse_settings,
 )
@@ -20,14 +19,6 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
 from tests.frozen_heap import frozen_heap
-
-
-def test_matcher_budget_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manylora_worker.weights.peft_config.PATTERN_BUDGET_S", -1.0)
-    settings = LoraSettings(1, 1.0, False, {}, {}, "x", (), None, ())
-    with pytest.raises(PatternTimeout):
-        ModuleMatcher(settings).is_targeted("x", is_linear=True)
-
 
 HUB = "/cache/huggingface/hub"
 COMMIT = "0e9e39f249a16976918f6564b8830bc894c89659"
@@ -126,12 +117,20 @@ PATHS = [
         {"target_modules": ["q_proj"], "layers_to_transform": 2, "layers_pattern": "layers"},
         {"target_modules": ["q_proj"], "layers_to_transform": [3], "layers_pattern": ["h", "layers"]},
         {"target_modules": ["q_proj", "model.layers.5.mlp.down_proj"], "layers_to_transform": [1]},
+        {"target_modules": ["q_proj"], "layers_to_transform": [3], "layers_pattern": ["model|h", "layers"]},
         {"target_modules": ["q_proj"], "layers_to_transform": []},
+        {"target_modules": r"(?x) .* \.(q|down)_proj # trained"},
+        {"target_modules": ["q_proj"], "exclude_modules": "(?x) .* 1 .* # untouched"},
         {"target_modules": ["q_proj"], "rank_pattern": {"1.self_attn.q_proj": 3, "q_proj": 5}, "use_rslora": True},
         {
             "target_modules": ["q_proj"],
             "rank_pattern": {"^model.layers.1.*": 3},
             "alpha_pattern": {"proj": 3, "q_proj": 7},
+        },
+        {
+            "target_modules": ["q_proj", "down_proj"],
+            "rank_pattern": {path: 2 + i % 5 for i, path in enumerate(PATHS)},
+            "alpha_pattern": {f"^{path}": 1 + i % 3 for i, path in enumerate(PATHS)},
         },
     ],
 )

@@ -397,6 +397,6 @@ def test_all_problems_at_once_and_bounded(folder: Folder) -> None:
 
 
 def test_a_pattern_that_explodes_is_cut_off(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manylora_worker.weights.peft_config.PATTERN_BUDGET_S", 0.05)
+    monkeypatch.setattr("manylora_worker.weights.peft.patterns.PATTERN_BUDGET_S", 0.05)
     folder.set(target_modules=r"(\w|\w\w|\.|\w\.)+[789]")
     assert "too long" in folder.problems()["target_modules"]

@@ -67,6 +67,29 @@ def test_a_model_without_words_is_told() -> None:
         compiling.close()
 
 
+def test_a_failure_is_kept_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a large tokenizer takes a second: no tenant can ask for it with each request."""
+    reads: list[None] = []
+
+    def failing() -> Vocabulary:
+        reads.append(None)
+        if len(reads) > 2:
+            return words()
+        raise KeyError("model")  # of no kind that is foreseen
+
+    compiling = ConstraintCompiler(failing, lambda: None)
+    for _ in range(3):
+        with pytest.raises(Unready, match="tokenizer cannot be used for it: 'model'"):
+            compiling.compile(ACME, regex("a")).result()
+    assert len(reads) == 1
+    monkeypatch.setattr(compiler, "_RETRY_S", 0.0)
+    monkeypatch.setattr(compiling, "_failed", None)
+    with pytest.raises(Unready):
+        compiling.compile(ACME, regex("a")).result()
+    assert compiling.compile(ACME, regex("a")).result().end_token_ids == [2]
+    compiling.close()
+
+
 def test_a_mask_is_as_wide_as_the_vocabulary_also_where_32_divides_it() -> None:
     for size in (512, 513, 543, 544):
         compiling = ConstraintCompiler(lambda size=size: Vocabulary(DEMO.read_text(), size, (2,)), lambda: None)

@@ -5,6 +5,7 @@ a tenant's last ones.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from llguidance import LLMatcher, LLTokenizer
 from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.constraints.grammar import LIMITS, grammar_of, panics_as_errors
-from manylora_shared.errors import InvalidRequest, ManyloraError, Unready
+from manylora_shared.errors import InvalidRequest, Unready
 from manylora_shared.ids import TenantId
 from manylora_shared.process.deep_threads import DeepThreads
 
@@ -26,6 +27,7 @@ _COMPILE_THREADS = 2
 _MASK_THREADS = 8
 _LEAST_BYTES = 1 << 17  # of one that is compiled, measured; and for each byte of its grammar
 _BYTES_A_BYTE = 64
+_RETRY_S = 60.0  # before a tokenizer that could not be used is read again: a folder may have been away
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,13 @@ class _Asked:
 
 class ConstraintCompiler:
     def __init__(self, load: Callable[[], Vocabulary], notify: Callable[[], None]) -> None:
-        """load: called with the first constraint; raises OSError or ValueError. notify: from any thread, with masks."""
+        """load: called with the first constraint; what it raises is told. notify: from any thread, with masks."""
         self._load = load
         self._notify = notify
         self._lock = threading.Lock()
         self._tokenizer_lock = threading.Lock()
         self._tokenizer: tuple[LLTokenizer, Vocabulary] | None = None
+        self._failed: tuple[Exception, float] | None = None  # and until when it is told without reading again
         self._tenants: OrderedDict[TenantId, _Tenant] = OrderedDict()
         self._waiting: dict[TenantId, deque[_Asked]] = {}  # the first one's turn is next
         self._compiling = DeepThreads(_COMPILE_THREADS, "constraint-compiler")
@@ -151,14 +154,21 @@ class ConstraintCompiler:
 
     def _read_tokenizer(self) -> tuple[LLTokenizer, Vocabulary]:
         with self._tokenizer_lock:
-            if self._tokenizer is None:
+            if self._tokenizer is not None:
+                return self._tokenizer
+            if self._failed is None or time.monotonic() >= self._failed[1]:
                 try:
-                    words = self._load()
-                    if not words.end_token_ids:
-                        raise ValueError("it has no end-of-sequence token")
-                    ends = list(words.end_token_ids)
-                    tokenizer = LLTokenizer(words.tokenizer_json, n_vocab=words.vocab_size, eos_token=ends)
-                except (OSError, ValueError, ManyloraError) as error:
-                    raise Unready(f"constraint: the model's tokenizer cannot be used for it: {error}") from error
-                self._tokenizer = (tokenizer, words)
-            return self._tokenizer
+                    with panics_as_errors():
+                        self._tokenizer = self._loaded()
+                    return self._tokenizer
+                except Exception as error:  # whatever its readers raise is about the model's files
+                    self._failed = (error, time.monotonic() + _RETRY_S)
+            cause = self._failed[0]
+            raise Unready(f"constraint: the model's tokenizer cannot be used for it: {cause}") from cause
+
+    def _loaded(self) -> tuple[LLTokenizer, Vocabulary]:
+        words = self._load()
+        if not words.end_token_ids:
+            raise ValueError("it has no end-of-sequence token")
+        ends = list(words.end_token_ids)
+        return LLTokenizer(words.tokenizer_json, n_vocab=words.vocab_size, eos_token=ends), words

@@ -65,6 +65,8 @@ from manylora_worker.weights.source import AdapterBase
 
 _LOG = logging.getLogger(__name__)
 
+# Of these the check against transformers' own pass hears all: others compress or choose keys where contexts are long.
+_LAYER_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "linear_attention", "attention"})
 _LOADING: Mapping[str, Any] = {"attn_implementation": ATTENTION, "output_loading_info": True}
 
 
@@ -361,7 +363,12 @@ def _experts(model: PreTrainedModel, quantization: Quantization, group: RankGrou
 
 def _check_states(model: PreTrainedModel) -> None:
     """Raises ModelRefused. What has a convolution over tokens keeps a state."""
-    model_type = model.config.model_type
+    model_type, text = model.config.model_type, model.config.get_text_config()
+    strange = sorted({str(each) for each in getattr(text, "layer_types", None) or () if each} - _LAYER_KINDS)
+    if strange:
+        raise ModelRefused(
+            f"{model_type}: layers of the kind {strange[0]} are not served: they may keep more than keys and values"
+        )
     known = {id(child) for _, layer in find_recurrent(model) for child in layer.modules()}
     convolutions = ((path, each) for path, each in model.named_modules() if isinstance(each, nn.Conv1d))
     path = next((path for path, each in convolutions if id(each) not in known), None)

@@ -40,7 +40,6 @@ from manylora_worker.weights.layout import VectorKind
 from manylora_worker.weights.peft_config import (
     LoraSettings,
     ModuleMatcher,
-    PatternTimeout,
     Problems,
     parse_settings,
     trained_tokens,
@@ -123,11 +122,8 @@ def _add(model: PreTrainedModel, config: Mapping[str, object], tensors: Mapping[
         assert module is not None
         if module is model.get_output_embeddings() and module.weight is model.get_input_embeddings().weight:
             raise InvalidRequest.of(path, "shares its weight with the embeddings, which the adapter does not change")
-        try:
-            named = f"{path}.weight" if matcher.is_parameter_targeted(f"{path}.weight") else path
-            rank, scale = matcher.rank_and_scale(named)
-        except PatternTimeout:
-            raise InvalidRequest.of("rank_pattern", "its patterns take too long to match") from None
+        named = f"{path}.weight" if matcher.is_parameter_targeted(f"{path}.weight") else path
+        rank, scale = matcher.rank_and_scale(named)
         _merge_biases(path, module, own, scale)
         a, b = own.get("A"), own.get("B")
         if (a is None) is not (b is None):

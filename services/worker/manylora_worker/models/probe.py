@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from manylora_worker.models.checkpoint import ModelRefused
+from manylora_worker.models.checkpoint import ModelRefused, max_context_tokens, said
 from manylora_worker.models.layers.attention import STEP_KEYWORD, Recurs
 from manylora_worker.models.layers.kv_cache import KvGeometry, StateGeometry
 
@@ -89,11 +89,11 @@ class Probe:
     attention_traits: Sequence[AttentionTraits]
 
 
-def _passed(model: PreTrainedModel, token_ids: Sequence[int], recorder: _Recorder) -> Any:
+def _passed(model: PreTrainedModel, token_ids: Sequence[int], positions: Sequence[int], recorder: _Recorder) -> Any:
     with torch.inference_mode():
         return model(
             input_ids=torch.tensor([token_ids], device=model.device),
-            position_ids=torch.arange(len(token_ids), device=model.device)[None],
+            position_ids=torch.tensor([positions], device=model.device),
             use_cache=False,
             **{STEP_KEYWORD: recorder},
         )
@@ -114,7 +114,7 @@ def tokens_read(model: PreTrainedModel) -> Mapping[int, int] | None:
     read: list[list[int]] = []
     hook = embeddings.register_forward_pre_hook(lambda _, given: read.append(given[0].flatten().tolist()))
     try:
-        _passed(model, named, _Recorder())
+        _passed(model, named, range(len(named)), _Recorder())
     finally:
         hook.remove()
     if [len(each) for each in read] != [len(named)]:
@@ -125,18 +125,24 @@ def tokens_read(model: PreTrainedModel) -> Mapping[int, int] | None:
 def probe(model: PreTrainedModel, state: StateGeometry | None = None) -> Probe:
     """state: of its recurrent layers. Raises ModelRefused."""
     recorder = _Recorder()
-    label = f"{type(model).__name__}"
+    label, config = f"{type(model).__name__}", model.config.get_text_config()
+    num_recurring = 0 if state is None else state.num_layers
+    num_layers = config.num_hidden_layers - num_recurring
+    if num_layers < 1:
+        raise ModelRefused(f"{label}: none of its layers attends: what is kept of a sequence is keys and values first")
+    # Of the positions, the first and the last: where a long context stretches the rotation, its first steps are small.
+    positions = [0, max(1, max_context_tokens(config) - 1)]
     try:
         # not 0: an embedding of padding may be zeroes, which no position changes
-        output = _passed(model, [model.config.get_text_config().vocab_size // 2] * 2, recorder)
+        output = _passed(model, [config.vocab_size // 2] * 2, positions, recorder)
     except (TypeError, KeyError, AttributeError) as error:  # its code looks into what we replaced, or drops keywords
         raise ModelRefused(
             f"{label}: does not work with other linear layers, or does not hand keywords on to its attention ({error})"
         ) from error
-    num_recurring = 0 if state is None else state.num_layers
+    except (ValueError, IndexError, RuntimeError, AssertionError) as error:  # it wants what no request brings
+        raise ModelRefused(f"{label}: its pass over two tokens fails ({said(error)})") from error
     if sorted(recorder.recurring) != list(range(num_recurring)):
         recorder.problems.append(f"{len(recorder.recurring)} of {num_recurring} recurrent layers are gone through")
-    num_layers = model.config.get_text_config().num_hidden_layers - num_recurring
     if sorted(recorder.layers) != list(range(num_layers)):
         recorder.problems.append(
             f"{len(recorder.layers)} of {num_layers} layers go through transformers' attention interface"

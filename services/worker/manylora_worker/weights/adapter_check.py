@@ -63,7 +63,7 @@ Lends = Callable[[AdapterUid, str], AbstractContextManager[None]]
 
 class ThreadValidator:
     """Runs blocking checks on a thread. One that its caller leaves keeps its turn: what it may cost is bounded
-    (source.py, peft_config.py), what runs at a time is, too."""
+    (source.py, peft/patterns.py), what runs at a time is, too."""
 
     def __init__(
         self,

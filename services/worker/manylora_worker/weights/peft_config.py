@@ -1,32 +1,34 @@
 """What an adapter_config.json means: its fields checked, and peft's rules of which module gets which rank and scale.
 
 Owns nothing. The rules restate peft 0.21 (check_target_module_exists, get_pattern_key, LoraConfig.__post_init__); the
-numerics tests compare them with peft itself. Patterns are a tenant's input, so they run under a time limit.
+numerics tests compare them with peft itself. Patterns are a tenant's input: peft/patterns.py.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import regex
 from manylora_shared.errors import FieldViolation, ManyloraError, shown
 from manylora_shared.stores.model_files import model_name
 
+from manylora_worker.weights.peft.patterns import (
+    LAYER_GROUP,
+    FirstOf,
+    Matching,
+    PatternCheck,
+    as_it_is,
+    of_key,
+    of_layers,
+)
 from manylora_worker.weights.sites import TokenBase
 
-MAX_PATTERN_CHARS = 4096
-MAX_GROUPS = 128  # opening brackets of a pattern: a parser's recursion is as deep
-MAX_REPEATS = 10_000  # the counts of a pattern, multiplied: so often a compiled pattern may hold its text
 MAX_NAMES = 4096  # of a list, and of the patterns of a map
 MAX_TRAINED_TOKENS = 256  # of embeddings or head: each row's token is looked for among them
 MAX_TOLD_CHARS = 400  # of what a problem's field and description say each; both may quote the file
-COMPILE_BUDGET_S = 0.5  # of a core, for all patterns of one configuration
-PATTERN_BUDGET_S = 2.0  # for all pattern matching of one adapter together
 
 _HONOURED = frozenset(
     {
@@ -126,31 +128,34 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_TOLD_CHARS else f"{text[:MAX_TOLD_CHARS]}... ({len(text)} characters)"
 
 
-class PatternTimeout(Exception): ...
-
-
 class ModuleMatcher:
-    """Applies one config's patterns to module paths. Any method raises PatternTimeout once the budget is used up."""
+    """Applies one config's patterns to module paths, on the thread that made it. Its methods raise as Matching does."""
 
     def __init__(self, settings: LoraSettings) -> None:
         self._settings = settings
-        self._deadline = time.monotonic() + PATTERN_BUDGET_S
+        self._matching = matching = Matching()
         self._targeted = frozenset(settings.target_modules)
         self._excluded = frozenset(settings.exclude_modules)
         self._parameters = frozenset(settings.target_parameters)
+        self._ranks, self._alphas = list(settings.rank_pattern.values()), list(settings.alpha_pattern.values())
+        self._first_rank = FirstOf("rank_pattern", settings.rank_pattern, matching)
+        self._first_alpha = FirstOf("alpha_pattern", settings.alpha_pattern, matching)
+        self._layers = [of_layers(prefix) for prefix in settings.layers_pattern or ("",)]
 
     def is_targeted(self, path: str, *, is_linear: bool) -> bool:
         """Whether peft would put an adapter on the module. is_linear: a linear layer other than the head."""
         settings = self._settings
         exclude = settings.exclude_modules
         if isinstance(exclude, str):
-            if exclude and self._matches(exclude, path):
+            if exclude and self._matching.is_all_of("exclude_modules", exclude, path):
                 return False
         elif _is_named(path, self._excluded):
             return False
         targets = settings.target_modules
         if isinstance(targets, str):
-            return is_linear if targets.lower() == "all-linear" else self._matches(targets, path)
+            if targets.lower() == "all-linear":
+                return is_linear
+            return self._matching.is_all_of("target_modules", targets, path)
         if path in self._targeted:
             return True
         return _is_named(path, self._targeted) and self._is_layer_wanted(path)
@@ -161,39 +166,19 @@ class ModuleMatcher:
     def rank_and_scale(self, path: str) -> tuple[int, float]:
         """The scale is alpha / r, or alpha / sqrt(r) with rsLoRA."""
         settings = self._settings
-        rank = self._by_pattern(settings.rank_pattern, path, settings.rank)
-        alpha = self._by_pattern(settings.alpha_pattern, path, settings.alpha)
-        return int(rank), alpha / (math.sqrt(rank) if settings.use_rslora else rank)
+        rank_at, alpha_at = self._first_rank(path), self._first_alpha(path)
+        rank = settings.rank if rank_at is None else self._ranks[rank_at]
+        alpha = settings.alpha if alpha_at is None else self._alphas[alpha_at]
+        return rank, alpha / (math.sqrt(rank) if settings.use_rslora else rank)
 
     def _is_layer_wanted(self, path: str) -> bool:
         wanted = self._settings.layers_to_transform
         if not wanted:
             return True
-        prefixes = self._settings.layers_pattern
-        patterns = [rf"(?:^|.*?\.){prefix}\.(?P<idx>\d+)\." for prefix in prefixes] or [r".*?\.[^.]*\.(?P<idx>\d+)\."]
-        for pattern in patterns:
-            match = self._match(pattern, path)
-            if match is not None:
-                return int(match["idx"]) in wanted
-        return False
-
-    def _by_pattern(self, patterns: Mapping[str, float], path: str, default: float) -> float:
-        for pattern, value in patterns.items():
-            if self._match(rf"(.*\.)?({pattern})$", path) is not None:
-                return value
-        return default
-
-    def _matches(self, pattern: str, path: str) -> bool:
-        return self._match(rf"(?:{pattern})\Z", path) is not None
-
-    def _match(self, pattern: str, path: str) -> Any:
-        left_s = self._deadline - time.monotonic()
-        if left_s <= 0:
-            raise PatternTimeout
-        try:
-            return regex.match(pattern, path, timeout=left_s)
-        except TimeoutError as error:
-            raise PatternTimeout from error
+        matches = (self._matching.match("layers_pattern", pattern, path) for pattern in self._layers)
+        first = next((match for match in matches if match is not None), None)
+        # with `|` in the pattern, what is before it may match without a layer's number
+        return first is not None and first[LAYER_GROUP] is not None and int(first[LAYER_GROUP]) in wanted
 
 
 def _is_named(path: str, names: frozenset[str]) -> bool:
@@ -215,7 +200,7 @@ def parse_settings(
         max_rank: largest rank served.
     """
     before = len(problems.violations)
-    patterns = _PatternCheck()
+    patterns = PatternCheck()
     _check_identity(config, base_names, problems)
     _check_unsupported(config, problems)
     rank = _rank(config.get("r", 8), "r", max_rank, problems)
@@ -412,34 +397,7 @@ def _bias(config: Mapping[str, Any], flags: Mapping[str, bool], problems: Proble
     return str(value)
 
 
-class _PatternCheck:
-    """Of one configuration's patterns: what compiling them may cost is bounded, for each and for all."""
-
-    def __init__(self) -> None:
-        self._until_s = time.thread_time() + COMPILE_BUDGET_S
-
-    def problem(self, value: Any) -> str | None:
-        if not isinstance(value, str):
-            return "is not a pattern"
-        if len(value) > MAX_PATTERN_CHARS:
-            return f"has more than {MAX_PATTERN_CHARS} characters"
-        if value.count("(") + value.count("[") > MAX_GROUPS:
-            return f"has more than {MAX_GROUPS} groups and sets"
-        braces = [re.findall("[0-9]+", text) for text in re.findall(r"\{[^}]*", value)]
-        if math.prod(max([1, *(int(count[:9]) for count in counts)]) for counts in braces) > MAX_REPEATS:
-            return f"repeats more than {MAX_REPEATS} times"
-        if time.thread_time() > self._until_s:
-            return "comes after patterns that took too long to compile"
-        try:
-            regex.compile(value)
-        except regex.error as error:
-            return f"is not a pattern: {error}"
-        return None
-
-
-def _pattern_map(
-    config: Mapping[str, Any], name: str, patterns: _PatternCheck, problems: Problems
-) -> Mapping[str, Any]:
+def _pattern_map(config: Mapping[str, Any], name: str, patterns: PatternCheck, problems: Problems) -> Mapping[str, Any]:
     value = config.get(name) or {}
     if not isinstance(value, dict):
         problems.add(name, "must map patterns to numbers")
@@ -449,7 +407,7 @@ def _pattern_map(
         return {}
     found = {}
     for key, number in value.items():
-        problem = patterns.problem(key)
+        problem = patterns.problem(key, of_key)
         if problem is None:
             found[key] = number
         else:
@@ -458,14 +416,14 @@ def _pattern_map(
 
 
 def _names_or_pattern(
-    config: Mapping[str, Any], name: str, patterns: _PatternCheck, problems: Problems
+    config: Mapping[str, Any], name: str, patterns: PatternCheck, problems: Problems
 ) -> str | tuple[str, ...] | None:
     """A pattern, a tuple of names, or None where the field is absent or wrong."""
     value = config.get(name)
     if value is None:
         return None
     if isinstance(value, str):
-        problem = None if value.lower() == "all-linear" else patterns.problem(value)
+        problem = None if value.lower() == "all-linear" else patterns.problem(value, as_it_is)
         if problem is None:
             return value
         problems.add(name, f"{shown(value)} {problem}")
@@ -479,7 +437,7 @@ def _names_or_pattern(
 
 
 def _layers(
-    config: Mapping[str, Any], targets: str | tuple[str, ...] | None, patterns: _PatternCheck, problems: Problems
+    config: Mapping[str, Any], targets: str | tuple[str, ...] | None, patterns: PatternCheck, problems: Problems
 ) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
     layers, pattern = config.get("layers_to_transform"), config.get("layers_pattern")
     if isinstance(targets, str):
@@ -500,7 +458,9 @@ def _layers(
     if not isinstance(names, list) or len(names) > MAX_NAMES:
         problems.add("layers_pattern", f"must be a pattern or a list of {MAX_NAMES} at most")
         names = []
-    for index, item in enumerate(names):
-        if (problem := patterns.problem(item)) is not None:
+    told = [patterns.problem(item, of_layers) for item in names]
+    for index, problem in enumerate(told):
+        if problem is not None:
             problems.add("layers_pattern", f"its pattern {index} {problem}")
-    return (None if indices is None else tuple(indices)), tuple(name for name in names if name)
+    usable = tuple(name for name, problem in zip(names, told, strict=True) if name and problem is None)
+    return (None if indices is None else tuple(indices)), usable

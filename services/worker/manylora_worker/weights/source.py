@@ -48,7 +48,6 @@ from manylora_worker.weights.peft_config import (
     TOKENS_KEY,
     LoraSettings,
     ModuleMatcher,
-    PatternTimeout,
     Problems,
     parse_settings,
     some_of,
@@ -436,8 +435,8 @@ def _check_tensors(
             _check_parameters(settings, base, problems)
             _check_vectors(vectors, tensors, scales, settings, base, problems)
             return _Found(scales, vectors, stacked, _check_tokens(rows, settings, scales, base, problems))
-        except PatternTimeout:
-            problems.add("target_modules", "its patterns take too long to match")
+        except InvalidRequest as error:  # a pattern's
+            problems.add_all(error, "target_modules")
     return _Found({}, {}, {})
 
 

@@ -11,12 +11,15 @@ from torch import Tensor, nn
 from manylora_worker.models.loader import LoadedModel
 from manylora_worker.models.rope import QUERY_SCALING
 
+_RECURRENT = "linear_attention"
+
 
 def rope_tables(
     loaded: LoadedModel, rotary: nn.Module | None, config: Any
-) -> tuple[list[tuple[Tensor, Tensor]], Callable[[int, int], int]]:
+) -> tuple[list[tuple[Tensor, Tensor]], Callable[[int, int], int]] | None:
     """One table for all layers or one a layer type, one more where layers do not rotate, and the index of each layer's,
-    by its own index and that among the layers that attend. rotary: None: no layer rotates.
+    by its own index and that among the layers that attend. rotary: None: no layer rotates. Returns None where it gives
+    no cosines and sines, or none for a kind of layer.
     A context may be longer than the model's with an adapter alone, whose own rotation stands in the last angle's place.
     """
     positions = torch.arange(loaded.spec.max_context_tokens, device=loaded.device)[None]
@@ -26,12 +29,15 @@ def rope_tables(
     missing = loaded.spec.longest - loaded.spec.max_context_tokens
     types = getattr(rotary, "layer_types", None)
 
-    def table(*layer_type: str) -> tuple[Tensor, Tensor]:
+    def table(*layer_type: str) -> tuple[Tensor, Tensor] | None:
         if rotary is None:
             still = torch.zeros(loaded.spec.longest, loaded.spec.kv.places[0].head_dim // 2, device=loaded.device)
             return still + 1, still
         with torch.inference_mode():
-            cos, sin = rotary(like, positions, *layer_type)
+            found = rotary(like, positions, *layer_type)
+        if not isinstance(found, tuple):  # complex numbers, as DeepSeek-V2 has them
+            return None
+        cos, sin = found
         if cos.dim() == 4:  # one of time, of height and of width
             cos, sin = cos[0], sin[0]
         is_half = cos.shape[-1] == len(getattr(rotary, "inv_freq", ()))  # gpt-oss has each angle once
@@ -39,8 +45,17 @@ def rope_tables(
         return _lengthened(cos[0, :, :half], missing), _lengthened(sin[0, :, :half], missing)
 
     names = [] if types is None else list(types)
-    tables = [table(name) for name in names] or [table()]
+    found_tables = [table(name) for name in names] or [table()]
+    tables = [each for each in found_tables if each is not None]
+    if len(tables) < len(found_tables):
+        return None
     rotates = [traits.rotates for traits in loaded.attention_traits]
+    if names:
+        attending = [each for each in config.layer_types if each != _RECURRENT]
+        if len(attending) != len(rotates):
+            return None
+        if any(turns and kind not in names for kind, turns in zip(attending, rotates, strict=True)):
+            return None
     if rotary is not None and not all(rotates):
         cos, sin = tables[0]
         tables.append((torch.ones_like(cos), torch.zeros_like(sin)))

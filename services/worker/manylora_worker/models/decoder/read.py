@@ -89,7 +89,9 @@ def read_decoder(loaded: LoadedModel) -> DecoderWeights | None:
         return None
     if rotary is None and any(traits.rotates for traits in loaded.attention_traits):
         return None
-    ropes, rope_of = rope_tables(loaded, rotary, config)
+    if (tables := rope_tables(loaded, rotary, config)) is None:
+        return None
+    ropes, rope_of = tables
     found = read_layers(loaded, body.layers, rope_of, activation)
     layers = [layer for layer in found if layer is not None]
     factors, adds_one, embed = _Factors.of(config), norm_adds_one(body.norm), body.embed_tokens
@@ -132,9 +134,11 @@ def _layer_inputs(body: nn.Module) -> LayerInputs | None:
     norm = rms_norm(getattr(body, "per_layer_projection_norm", None))
     if projection is None or norm is None:
         return None
-    factor, scale = body.per_layer_model_projection_scale, body.per_layer_input_scale
-    assert isinstance(factor, float)
-    assert isinstance(scale, float)
+    factor, scale = (
+        getattr(body, name, None) for name in ("per_layer_model_projection_scale", "per_layer_input_scale")
+    )
+    if not isinstance(factor, float) or not isinstance(scale, float):  # Gemma 3n's are tensors of other names
+        return None
     return LayerInputs(body.embed_tokens_per_layer, projection, factor, norm, scale)
 
 

@@ -26,6 +26,7 @@ _LENGTHS = (24, 15)
 _BLOCK_SIZE = 8
 _TABLES = ([4, 0, 2], [1, 3])
 _WINDOW = 5
+_FAILURES = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)  # of a family's own code
 _WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")
 # (sequence, tokens) of each step; the last of each sequence is a decode step
 _STEPS = (((0, 9),), ((1, 14), (0, 8)), ((0, 6), (1, 1)), ((0, 1),))
@@ -38,9 +39,12 @@ def check_against_eager(loaded: LoadedModel, planner: LoraPlanner) -> None:
     with torch.inference_mode(), _short_windows(loaded):
         try:
             expected = _eager(loaded, prompts)
-        except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
+        except _FAILURES as error:
             raise ModelRefused(f"{loaded.spec.model_type}: its eager pass fails ({said(error)})") from error
-        steps = _ours(loaded, planner, prompts)
+        try:
+            steps = _ours(loaded, planner, prompts)
+        except _FAILURES as error:
+            raise ModelRefused(f"{loaded.spec.model_type}: its pass in chunks fails ({said(error)})") from error
     tolerance = 1e-2 if loaded.dtype is torch.float32 else 0.2
     for sequence, last, logits in steps:
         wanted = expected[sequence][last]
