@@ -150,6 +150,7 @@ UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
     ("exclude_modules", {"exclude_modules": r"(?<x>.*)(?&x)?q_proj"}, "calls one of its groups"),
     ("exclude_modules", {"exclude_modules": r"\\(?0)?q_proj"}, "calls one of its groups"),
     ("rank_pattern", {"rank_pattern": {"(q)(?P>x)?": 4}}, "calls one of its groups"),
+    ("rank_pattern", {"rank_pattern": {"(?P<a>(?P&a)|q)y": 4}}, "calls one of its groups"),
     ("rank_pattern", {"rank_pattern": {"(q)(?1)?": 4}}, "calls one of its groups"),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
@@ -12,7 +13,9 @@ from manylora_shared.ids import RequestId
 from manylora_sim.fake_runner import reference_tokens
 from manylora_worker.engine.core import EngineCore
 from manylora_worker.kinds.api import EngineRequest, FinishReason, Sampling
+from manylora_worker.memory.tenant_shares import TenantShare
 
+from tests.properties.engine_rig import BLOCK, A, B, C, Rig
 from tests.properties.engine_suite import (
     CONTEXT,
     EOS,
@@ -155,32 +158,40 @@ def test_a_step_that_fails_beside_masks_ends_its_requests_alone() -> None:
 class Stuck(Matcher):
     def take(self, token_ids: SequenceOf[int]) -> None:
         super().take(token_ids)
-        self._polls = 1 << 30
+        self._polls = 1 << 30 if len(self._output) >= 3 else 0
 
 
 class NeverReady(Odd):
     """A grammar whose masks, but for the first, take longer than the test."""
 
+    end_token_ids = (2,)
+
     def matcher(self) -> Matcher:
         return Stuck(self)
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_rows_that_wait_for_a_mask_give_their_slots_to_who_can_use_them(runner: type[FaultyRunner]) -> None:
-    core, _ = make_engine(400, slots=4, batch_tokens=64, chunk=32, make_runner=runner)
-    ended: list[RequestId] = []
+def test_who_waits_for_a_mask_gives_its_blocks_and_slot_to_who_can_use_them() -> None:
+    """a is above its soft share; b goes on all the time; what c wants is there without a's blocks alone."""
+    rng = random.Random(2)
+    rig = Rig.make(100, 8, batch_tokens=256)
+    rig.core.set_share(A, TenantShare(soft_blocks=10))
 
-    def steps(count: int) -> None:
+    def steps(count: int, short_ones: int) -> None:
         for _ in range(count):
-            core.step(0.0)
-            ended.extend(end.request_id for end in core.take_ended())
-            core.check_invariants()
+            here = [request_id for request_id in rig.requests if request_id not in rig.ended]
+            for _ in range(short_ones - sum(request_id.startswith(B) for request_id in here)):
+                rig.add(B, rng.randint(8, 16), rng.randint(16, 40))
+            rig.step()
 
-    core.add(make_request("b0", 8, 40, tenant="b"), 0.0)
-    steps(5)  # so a, who comes now, has not come as far when b asks again
-    for i in range(6):
-        core.add(replace(make_request(f"a{i}", 4, 30, tenant="a"), constraint=NeverReady(100)), 0.0)
-    steps(100)
-    core.add(make_request("b1", 8, 20, tenant="b"), 0.0)
-    steps(200)
-    assert ended == ["b0", "b1"]
+    for _ in range(8):
+        rig.add(A, 60, 4)
+        steps(8, 1)
+    stuck = replace(make_request("stuck", 150, 40, tenant=A), constraint=NeverReady(100))
+    rig.core.add(stuck, float(rig.steps))
+    steps(40, 1)
+    assert rig.core.blocks_held_by(A) > 40
+    long = rig.add(C, 66 * BLOCK, 4)
+    before = len(rig.ended)
+    steps(200, 4)
+    assert long in rig.ended
+    assert len(rig.ended) - before > 20, "b, too"

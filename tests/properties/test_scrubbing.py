@@ -133,7 +133,11 @@ def test_a_text_of_beginnings_takes_no_longer_than_another() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("", ""), ("Bearer ", "."), ("token=", "&x"), ("名", " "), ('{"jwt":"', '"')]
+    ("before", "after"),
+    [
+        *[("", ""), ("Bearer ", "."), ("token=", "&x"), ("名", " "), ('{"jwt":"', '"')],
+        *[("token%3D", ""), (r"\n", ""), (r"\u003d", ""), ("jwt_", " "), ("id-token-", ""), ("x", "")],
+    ],
 )
 def test_tokens_go(before: str, after: str) -> None:
     token = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9PlFUP0THsR8U"

@@ -22,9 +22,9 @@ SLOW = {"allOf": [{"type": "string", "pattern": f".*{i}.*"} for i in range(20)]}
 
 
 @contextmanager
-def process(seconds: float) -> Iterator[tuple[Connection, subprocess.Popen[bytes]]]:
+def process(cpu_s: float, wall_s: float = 60.0) -> Iterator[tuple[Connection, subprocess.Popen[bytes]]]:
     ours, theirs = Pipe()
-    argv = [sys.executable, "-m", constraint_process.__name__, str(theirs.fileno()), str(seconds)]
+    argv = [sys.executable, "-m", constraint_process.__name__, str(theirs.fileno()), str(cpu_s), str(wall_s)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with ours, subprocess.Popen(argv, pass_fds=(theirs.fileno(),), env=env) as child:
         theirs.close()
@@ -45,10 +45,11 @@ def test_it_answers_until_its_router_is_gone() -> None:
         assert child.wait(10.0) == 0
 
 
-def test_it_ends_by_itself_where_nobody_ends_it() -> None:
-    with process(0.2) as (router, child):
+@pytest.mark.parametrize(("cpu_s", "wall_s", "ended_by"), [(0.2, 60.0, signal.SIGPROF), (60.0, 0.2, signal.SIGALRM)])
+def test_it_ends_by_itself_where_nobody_ends_it(cpu_s: float, wall_s: float, ended_by: signal.Signals) -> None:
+    with process(cpu_s, wall_s) as (router, child):
         router.send_bytes(json.dumps(["grammar", f"start: %json {json.dumps(SLOW)}"]).encode())
-        assert child.wait(30.0) == -signal.SIGALRM
+        assert child.wait(60.0) == -ended_by
 
 
 def strings(count: int, **more: Any) -> list[dict[str, Any]]:
@@ -75,6 +76,7 @@ NODE = {"type": "object", "properties": {f"n{i}": {"$ref": "#/$defs/n"} for i in
         ({"allOf": strings(MAX_PATTERNS - 1, format="date"), "pattern": "a", "type": "string"}, None),
         ({"allOf": MANY[:MAX_PATTERNS]}, None),
         ({"anyOf": MANY}, None),
+        ({"allOf": [{"properties": {"id": {"type": "string", "format": "uuid"}}}] * 20}, None),
         ({"properties": NAMED}, None),
         ({"allOf": [{"properties": {name: each}} for name, each in NAMED.items()]}, None),
         ({"$defs": {"n": NODE}, "$ref": "#/$defs/n"}, None),

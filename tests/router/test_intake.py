@@ -180,6 +180,26 @@ def test_slow_constraints_hold_up_no_other_tenants() -> None:
     simulate(test)
 
 
+class _GoodChecks(ConstraintCheck):
+    num_asked = 0
+
+    async def violation(self, tenant: str, constraint: Constraint) -> FieldViolation | None:
+        await asyncio.sleep(2.0)
+        self.num_asked += 1
+        self._remember(tenant, constraint.digest)
+        return None
+
+
+def test_a_constraint_that_many_calls_bring_at_once_is_looked_at_once() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        checks = cluster.app.intake._constraints = _GoodChecks()
+        asked = await plain_request(cluster, constraint=Constraint.regex("a+"))
+        await asyncio.gather(*(admit(cluster, asked) for _ in range(30)))
+        assert checks.num_asked == 1
+
+    simulate(test)
+
+
 def test_bad_words_go_on_as_tokens() -> None:
     async def test(cluster: RouterCluster) -> None:
         sampling = Sampling(min_tokens=3, bad_words=[" no", "  "])

@@ -68,6 +68,28 @@ async def test_a_place_is_held_until_its_work_has_ended(monkeypatch: pytest.Monk
     check.close()
 
 
+async def test_processes_that_died_while_they_were_idle_are_nobodys_fault() -> None:
+    check = ConstraintCheck()
+    slow = Constraint(ConstraintKind.REGEX, "(a|b){1,2000}")
+    await asyncio.gather(*(check.violation("acme", each) for each in (slow, GOOD)))
+    for pid in pids(check):
+        os.kill(pid, signal.SIGKILL)
+    await asyncio.sleep(0.2)
+    assert await check.violation("zoo", GOOD) is None
+    check.close()
+
+
+async def test_a_process_that_gets_no_time_is_no_fault_of_the_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = ConstraintCheck()
+    assert await check.violation("acme", GOOD) is None
+    monkeypatch.setattr(constraints, "_MAX_WALL_S", 0.3)
+    os.kill(pids(check)[0], signal.SIGSTOP)
+    with pytest.raises(ServiceUnavailable, match="had the time"):
+        await check.violation("zoo", GOOD)
+    assert pids(check) == []
+    check.close()
+
+
 async def test_a_process_that_somebody_ends_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     check = ConstraintCheck()
     assert await check.violation("acme", GOOD) is None

@@ -44,7 +44,7 @@ def test_a_private_host_is_not_dialled_unless_an_operator_chose_it(site: Site) -
     folder.close()
 
 
-UNREAL = ("https://host:99999/x", "https://[::1/x", "https://[x]/y", "/a/ü")
+UNREAL = ("https://host:99999/x", "https://[::1/x", "https://[x]/y", "/a/ü", "/a b")
 
 
 def test_a_redirect_leads_to_no_other_private_host_and_carries_no_token(site: Site) -> None:

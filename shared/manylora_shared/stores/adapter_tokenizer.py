@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import resource
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manylora_shared.errors import FieldViolation, InvalidRequest, shown
+from manylora_shared.errors import FieldViolation, InvalidRequest, ServiceUnavailable, shown
+from manylora_shared.process.config import environment
 from manylora_shared.stores.adapter_rope import rope_beside
 
 _LOG = logging.getLogger(__name__)
@@ -42,7 +44,7 @@ class BroughtTokenizer:
 
 
 def brought_by(folder: Path, *, follows_links: bool) -> BroughtTokenizer:
-    """Blocks. Raises InvalidRequest, naming the file."""
+    """Blocks. Raises InvalidRequest, naming the file, and ServiceUnavailable."""
     linked = [name for name in FILE_NAMES if (folder / name).is_symlink()]
     if linked and not follows_links:
         raise InvalidRequest.of(linked[0], "is a symbolic link; the store follows none")
@@ -53,16 +55,20 @@ def brought_by(folder: Path, *, follows_links: bool) -> BroughtTokenizer:
 def _read_apart(folder: Path) -> BroughtTokenizer:
     """By another process: a parser of a large file holds the interpreter, and with it everybody's requests."""
     command = [sys.executable, "-m", __name__, str(folder)]
+    env = {**environment(), "PYTHONPATH": os.pathsep.join(sys.path)}
     try:
         with _APART:
             found = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_APART_S, check=False
+                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_APART_S, check=False, env=env
             )
     except subprocess.TimeoutExpired as e:
-        raise InvalidRequest.of("tokenizer.json", f"takes more than {_APART_S} s to read") from e
+        raise InvalidRequest.of("tokenizer.json", f"takes more than {_APART_S:g} s to read") from e
+    except OSError as e:
+        raise ServiceUnavailable(f"no process reads the tokenizer: {e.strerror}", retry_after_s=1.0) from e
     if found.returncode:
-        _LOG.warning("a tokenizer was not read: %s", found.stderr[-_MAX_TOLD_BYTES:].decode(errors="replace"))
-        raise InvalidRequest.of("tokenizer.json", f"takes more than {_APART_BYTES >> 20} MiB of memory to read")
+        _LOG.error("a tokenizer was not read: %s", found.stderr[-_MAX_TOLD_BYTES:].decode(errors="replace"))
+        problem = f"the process that reads the tokenizer ended with status {found.returncode}"
+        raise ServiceUnavailable(problem, retry_after_s=1.0)
     answer = json.loads(found.stdout)
     if "problem" in answer:
         raise InvalidRequest.of(*answer["problem"])
@@ -70,11 +76,16 @@ def _read_apart(folder: Path) -> BroughtTokenizer:
 
 
 def _main(folder: Path) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (_APART_BYTES, _APART_BYTES))
+    if sys.platform != "darwin":  # which has no such limit
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        limit = _APART_BYTES if most == resource.RLIM_INFINITY else min(most, _APART_BYTES)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     try:
         answer: dict[str, Any] = vars(_read(folder))
     except InvalidRequest as e:
         answer = {"problem": [e.violations[0].field, e.violations[0].description]}
+    except MemoryError:
+        answer = {"problem": ["tokenizer.json", f"takes more than {_APART_BYTES >> 20} MiB of memory to read"]}
     json.dump(answer, sys.stdout)
 
 

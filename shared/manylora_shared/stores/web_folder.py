@@ -98,6 +98,8 @@ class WebFolder:
             self._drop()
             try:
                 answer = self._answer = self._get(url)
+            except http.client.InvalidURL as error:
+                raise InvalidRequest.of(_FIELD, "leads to what is no address") from error
             except (OSError, http.client.HTTPException) as error:
                 raise ServiceUnavailable(f"{_FIELD}: cannot be reached now", retry_after_s=_RETRY_S) from error
             except ValueError as error:  # of a port or a bracket that is none, of letters that no request line has

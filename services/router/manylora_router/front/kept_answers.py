@@ -389,11 +389,13 @@ class KeptAnswers:
             if not self._spend_oldest(tenant):
                 return False
         while sum(self._bytes.values()) > ALL_BYTES:
-            own = self._bytes.get(tenant, 0)
             # Who has most makes room: never a tenant that has less than this one.
-            most = sorted((size, each) for each, size in self._bytes.items() if size >= own)
-            if not any(self._spend_oldest(each) for _, each in reversed(most)):
+            own, most = self._bytes.get(tenant, 0), self._bytes.get
+            ended = (each for each in self._by_id.values() if each.has_ended and each.size_bytes and not each.at)
+            oldest = max(ended, key=lambda each: most(each.tenant, 0), default=None)  # of equals the first
+            if oldest is None or most(oldest.tenant, 0) < own:
                 return False
+            self._spend(oldest)
         return True
 
     def _spend_oldest(self, tenant: str) -> bool:

@@ -13,7 +13,8 @@ from collections.abc import Callable
 _EMAIL = re.compile(r"[A-Za-z0-9._%+\-']{1,64}@(?:[A-Za-z0-9\-]{1,63}\.){1,8}[A-Za-z]{2,24}")
 _SECRET = re.compile(
     r"""
-      (?<![A-Za-z0-9_-])eyJ[A-Za-z0-9_-]{8,2000}\.[A-Za-z0-9_-]{8,8000}\.[A-Za-z0-9_-]*  # a JSON web token
+      (?<![A-Za-z0-9_-])[A-Za-z0-9_-]{0,64}?  # what may be glued to a token: looked for once a word
+        eyJ[A-Za-z0-9_-]{8,2000}\.[A-Za-z0-9_-]{8,8000}\.[A-Za-z0-9_-]*  # a JSON web token
     | (?:mlk|sk|pk|rk|ghp|gho|ghu|ghs|glpat|xox[abprs]|hf|npm|pypi)[-_][A-Za-z0-9_-]{16,}  # keys with a prefix
     | github_pat_[A-Za-z0-9_]{16,} | AIza[A-Za-z0-9_-]{30,} | (?:AKIA|ASIA)[A-Z0-9]{16}
     | (?<=[Bb]earer\s)[A-Za-z0-9._~+/=-]{16,}

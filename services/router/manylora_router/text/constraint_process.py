@@ -1,4 +1,4 @@
-"""Looks at constraints for a router: `python -m manylora_router.text.constraint_process SOCKET_FD SECONDS`."""
+"""Looks at constraints for a router: `python -m manylora_router.text.constraint_process SOCKET_FD CPU_S WALL_S`."""
 
 # llguidance compiles without a bound on time and cannot be stopped, so it does here, where all of it can be ended.
 # Messages are JSON. The process says `null` once it can be asked; each [kind, source] then has one answer: null, or
@@ -6,14 +6,11 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import operator
 import os
 import resource
 import signal
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
@@ -30,13 +27,18 @@ _MAX_PARTS = 2_000  # that are looked at
 _NICENESS = 10  # answers that stream come first
 
 _Place = tuple[str, ...]
+_Found = dict[_Place, frozenset[str]]  # patterns and formats
 
 
-def main(fd: int, seconds: float) -> None:
-    """seconds: for one constraint, after which the process ends, whether its router lives or not."""
+def main(fd: int, cpu_s: float, wall_s: float) -> None:
+    """cpu_s, wall_s: for one constraint, after which the process ends, by SIGPROF or SIGALRM, whether its router lives
+    or not.
+    """
     os.nice(_NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is its router's
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    limit = MAX_MEMORY_BYTES if most == resource.RLIM_INFINITY else min(most, MAX_MEMORY_BYTES)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     with Connection(fd) as router, DeepThreads(1) as threads:
         router.send_bytes(b"null")
         while True:
@@ -44,10 +46,16 @@ def main(fd: int, seconds: float) -> None:
                 kind, source = json.loads(router.recv_bytes())
             except EOFError:
                 return
-            signal.setitimer(signal.ITIMER_REAL, seconds)  # nobody handles it: it ends the process
+            _set_timers(cpu_s, wall_s)
             found = threads.submit(violation, Constraint(ConstraintKind(kind), source)).result()
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            _set_timers(0.0, 0.0)
             router.send_bytes(json.dumps(found and [found.field, found.description]).encode())
+
+
+def _set_timers(cpu_s: float, wall_s: float) -> None:
+    """Nobody handles their signals, which end the process."""
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    signal.setitimer(signal.ITIMER_REAL, wall_s)
 
 
 def violation(constraint: Constraint) -> FieldViolation | None:
@@ -65,7 +73,7 @@ def crowded(source: str) -> _Place | None:
     except (ValueError, RecursionError):
         return None  # the compiler says it in its words
     found = _Patterns(schema).at(schema, 0, frozenset())
-    return next((place for place, count in found.items() if count > MAX_PATTERNS), None)
+    return next((place for place, patterns in found.items() if len(patterns) > MAX_PATTERNS), None)
 
 
 class _Patterns:
@@ -75,24 +83,27 @@ class _Patterns:
         self._root = root
         self._left = _MAX_PARTS
 
-    def at(self, part: Any, depth: int, within: frozenset[str]) -> Counter[_Place]:
+    def at(self, part: Any, depth: int, within: frozenset[str]) -> _Found:
         """within: the references that led here, which are followed once."""
         self._left -= 1
-        found: Counter[_Place] = Counter()
+        found: _Found = {}
         if not isinstance(part, dict) or depth > _MAX_DEPTH or self._left < 0:
             return found
         if "pattern" in part or "format" in part:
-            found[()] += 1
+            found[()] = frozenset([repr((part.get("pattern"), part.get("format")))])
         for each in _listed(part, "allOf"):
-            found += self.at(each, depth + 1, within)
-        for name in ("anyOf", "oneOf"):  # one of these is kept
-            each_of = [self.at(each, depth + 1, within) for each in _listed(part, name)]
-            found += functools.reduce(operator.or_, each_of, Counter[_Place]())
+            _add(found, self.at(each, depth + 1, within))
+        for name in ("anyOf", "oneOf"):
+            one_of: _Found = {}  # the one with most at a place
+            for each in _listed(part, name):
+                for place, patterns in self.at(each, depth + 1, within).items():
+                    one_of[place] = max(one_of.get(place, patterns), patterns, key=len)
+            _add(found, one_of)
         reference = part.get("$ref")
         if isinstance(reference, str) and reference not in within:
-            found += self.at(self._target(reference), depth + 1, within | {reference})
+            _add(found, self.at(self._target(reference), depth + 1, within | {reference}))
         for step, inner in _inner(part):
-            found.update({(step, *place): count for place, count in self.at(inner, depth + 1, within).items()})
+            _add(found, {(step, *place): each for place, each in self.at(inner, depth + 1, within).items()})
         return found
 
     def _target(self, reference: str) -> Any:
@@ -102,6 +113,11 @@ class _Patterns:
         for step in reference[2:].split("/"):
             found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
         return found
+
+
+def _add(found: _Found, more: _Found) -> None:
+    for place, patterns in more.items():
+        found[place] = found.get(place, frozenset()) | patterns
 
 
 def _listed(part: Mapping[str, Any], name: str) -> list[Any]:
@@ -119,4 +135,4 @@ def _inner(part: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]))
+    main(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]))

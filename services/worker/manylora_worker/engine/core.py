@@ -136,6 +136,7 @@ class EngineCore:
         self._tenant_adapters: tuple[int, Mapping[TenantId, TenantAdapters]] | None = None
         self._step_ended_s = float("-inf")
         self.step_error: Exception | None = None  # why the last step failed; None after one that did not
+        self.is_trial_error = False  # it says nothing of other steps
 
     # -- commands, between steps ---------------------------------------------------------------------------------
 
@@ -538,9 +539,9 @@ class EngineCore:
 
     def _fail(self, flight: Flight, error: Exception, now: float) -> None:
         message = f"the step failed: {type(error).__name__}: {error}"
-        lost, reason = [flight], FinishReason.ADAPTER_FAILED
-        if not flight.is_trial:
-            self.step_error, reason = error, FinishReason.ERROR
+        self.step_error, self.is_trial_error = error, flight.is_trial
+        lost = [flight]
+        if not flight.is_trial or all(each.is_trial for each in self._flights):
             lost += self._flights
             while self._flights:
                 self._flights.wait()  # its blocks are about to be given away
@@ -553,7 +554,7 @@ class EngineCore:
                 part.leave()
         for each in lost:
             for part in each.parts:
-                self._endings.end_request(part.scheduled.sequence.group, reason, message, now, refund=True)
+                self._endings.end_request(part.scheduled.sequence.group, FinishReason.ERROR, message, now, refund=True)
         self._endings.let_go()
 
     def _end_unsound(self, sequence: Sequence, message: str, now: float) -> None:

@@ -55,7 +55,7 @@ class EngineLoop:
         if error is None:
             self._failed_in_a_row = 0
             return
-        self._failed_in_a_row += 1
+        self._failed_in_a_row += not core.is_trial_error
         _LOG.error("a step failed", exc_info=error)
         if self._failed_in_a_row >= MAX_FAILED_STEPS:
             raise RuntimeError(f"{MAX_FAILED_STEPS} steps failed one after the other") from error

@@ -54,7 +54,7 @@ class EngineRequest:
     # token sequences that do not come in a row in the output of a choice; none is empty
     bad_sequences: tuple[tuple[int, ...], ...] = ()
     constraint: CompiledConstraint | None = None  # its end_token_ids are among stop_token_ids
-    is_trial: bool = False  # of an adapter that nobody uses yet: alone in its steps, whose errors are the adapter's
+    is_trial: bool = False  # of an adapter that nobody uses yet: alone in its steps, whose errors are nobody else's
 
     @property
     def num_open(self) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from manylora_shared.stores.adapter_rope import BaseRope, RopeScaling
 from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from manylora_worker.models.decoder.rotation_check import RotationCheck
 
 _DYNAMIC = "dynamic"
 _ORIGINAL = "original_max_position_embeddings"
@@ -33,17 +35,7 @@ def base_rope(config: PretrainedConfig, longest_tokens: int, *, is_read: bool, r
         problem = "some of the base model's layers do not rotate positions"
     original = own.get(_ORIGINAL) or getattr(config, "max_position_embeddings", 0)
     plain = {name: each for name, each in own.items() if isinstance(each, str | bool | int | float)}
-    return BaseRope(plain, int(original or 0), longest_tokens, problem, partial(_rotation_problem, config))
-
-
-def _rotation_problem(config: PretrainedConfig, scaling: RopeScaling) -> str:
-    """Found when the adapter is read: in a step it would be everybody's."""
-    try:
-        frequencies, scale = scaled_frequencies(config, scaling, torch.device("cpu"))
-    except Exception as error:  # transformers' own arithmetic, with numbers that a tenant wrote
-        return f"gives no frequencies: {type(error).__name__}: {str(error)[:200]}"
-    found = torch.cat((frequencies, torch.tensor([scale])))  # the scale, too, becomes a 32-bit float
-    return "" if found.isfinite().all() else "gives frequencies that are not finite"
+    return BaseRope(plain, int(original or 0), longest_tokens, problem, RotationCheck(pickle.dumps(config)))
 
 
 def scaled_frequencies(config: PretrainedConfig, scaling: RopeScaling, device: torch.device) -> tuple[Tensor, float]:

@@ -65,9 +65,9 @@ class Reclaim:
         self._paused = paused
         self._slots = slots
         self.claims: dict[TenantId, int] = {}  # blocks that are kept for a tenant's reserve
-        # blocks that are kept for sequences that wait for copies to be over, and for one that waits for quanta to end
-        self.awaited: dict[Sequence, int] = {}
-        self._has_claimant = False
+        self.awaited: dict[Sequence, int] = {}  # blocks that are kept for sequences that wait for copies to be over
+        self.claimant: Sequence | None = None  # that waits for quanta to end
+        self._claimed = 0  # free blocks that are kept for it, as far as they are there
         self.waits = False  # the next one takes from a step in flight: nothing more is started in this plan
         self.is_forced = False  # whoever asks gets what it asks for, reserves and leads aside
         self._is_short = False  # a sequence without blocks was refused those of others
@@ -75,8 +75,12 @@ class Reclaim:
 
     def begin_plan(self) -> None:
         """Who still wants what was kept asks again."""
+        self.forget_kept()
+        self.waits = self.is_forced = self._is_short = self.was_short = False
+
+    def forget_kept(self) -> None:
         self.claims, self.awaited = {}, {}
-        self.waits = self.is_forced = self._is_short = self.was_short = self._has_claimant = False
+        self.claimant, self._claimed = None, 0
 
     def will_hold(self, tenant_id: TenantId) -> int:
         """Without what leaves for the host."""
@@ -131,7 +135,10 @@ class Reclaim:
         if is_new and not is_within_reserve and is_beside_others:
             kept += min(pool.num_blocks // _WATERMARK_DIVISOR, pool.num_blocks - num_blocks)
         over = held + num_blocks - shares.hard(tenant_id)
-        short = num_blocks + kept - pool.num_free - self._swapper.num_leaving if num_blocks else 0
+        num_free = pool.num_free + self._swapper.num_leaving
+        if not is_within_reserve and taker is not self.claimant:  # nobody evicts for the claimant but itself
+            num_free = max(0, num_free - self._claimed)
+        short = num_blocks + kept - num_free if num_blocks else 0
         self.was_short |= short > 0
         if over <= 0 and short <= 0:
             return []
@@ -162,16 +169,22 @@ class Reclaim:
         if short > 0 and not (follows_order and self._is_short):
             rights = _Rights(is_within_reserve, is_within_soft=held + num_blocks <= shares.soft(tenant_id))
             short = self._take_from_others(taker, others, short, victims, rights)
-            if short > 0 and is_new and not self._has_claimant:
-                # Else small requests would take what comes free, quantum by quantum, and it would wait for ever.
-                running = [unit.sequence for unit in self._slots.units if unit.sequence.tenant_id != tenant_id]
-                if self._take_from_others(taker, running, short, [], rights) <= 0:
-                    self.awaited[taker] = num_blocks
-                    self._has_claimant = True
+            if short > 0 and is_new and not is_within_reserve and self.claimant is None:
+                self._claim(taker, num_blocks, short, rights)
         self._is_short |= follows_order and short > 0
         # Blocks that victims share with one another come free only with the last of them, and are not counted: where
         # nothing else runs, all of them go.
         return victims if self.is_forced or (over <= 0 and short <= 0) else None
+
+    def _claim(self, taker: Sequence, num_blocks: int, short: int, rights: _Rights) -> None:
+        """Else small requests would take what comes free, quantum by quantum, and it would wait for ever."""
+        running = [unit.sequence for unit in self._slots.units if not unit.num_held_up]
+        first = (self._queue.tag_of(taker.flow), taker.order)
+        own = [s for s in running if s.tenant_id == taker.tenant_id and (self._queue.tag_of(s.flow), s.order) > first]
+        short -= sum(map(self._freed_by, own))
+        others = [sequence for sequence in running if sequence.tenant_id != taker.tenant_id]
+        if self._take_from_others(taker, others, short, [], rights) <= 0:
+            self.claimant, self._claimed = taker, num_blocks
 
     def _take_from_others(
         self,

@@ -258,8 +258,8 @@ class StepPlanner:
 
     def _end_units(self) -> list[Sequence]:
         over = self._slots.take_ended()
-        if self._queue and not self._slots.num_free and not over:
-            # a slow grammar's slot would be empty for as many masks as a quantum has tokens
+        if self._queue and not over and (not self._slots.num_free or self.was_short):
+            # a slow grammar's slot and blocks would be of no use for as many masks as a quantum has tokens
             over = [unit for unit in self._slots.units if unit.num_held_up >= QUANTUM_TOKENS]
             for unit in over:
                 self._slots.leave(unit.sequence)
@@ -307,8 +307,8 @@ class StepPlanner:
         """Nothing runs or can start: the first in order takes from anybody."""
         round_ = self._round
         self._reclaim.is_forced = True
-        for refusals in (self._reclaim.claims, self._reclaim.awaited, round_.refused):
-            refusals.clear()
+        self._reclaim.forget_kept()
+        round_.refused.clear()
         pick = self._queue.select(self._fits)
         if round_.deferred is not None:
             self._do_deferred()

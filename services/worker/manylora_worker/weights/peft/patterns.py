@@ -24,7 +24,7 @@ LAYER_GROUP = "idx"
 
 _ANY_LAYER = rf".*?\.[^.]*\.(?P<{LAYER_GROUP}>\d+)\."
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
-_CALL = re.compile(r"\(\?(?:R|[0-9]+|[+-][0-9]+|&|P>)")
+_CALL = re.compile(r"\(\?(?:R|[0-9]+|[+-][0-9]+|&|P[>&])")
 _NAME = re.compile(r"(\^?)((?:[^\\^$*+?{}\[\]|()]|\\\.)*)")
 _Named = dict[tuple[int, ...], dict[str, int]]  # by the places of dots that stand for any character, and by the rest
 

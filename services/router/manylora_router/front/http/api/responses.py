@@ -145,17 +145,17 @@ def _conversation(fields: Fields, instructions: str, dialect: Dialect) -> Conver
         match item.peek("type") or "message":
             case "message":
                 if item.peek("role") != "assistant":
-                    thoughts = _settled(found, thoughts)
+                    _settle(found, thoughts)
+                    thoughts = []
                 read_message(item, found, KINDS, thoughts="\n".join(thoughts))
             case "function_call":
-                _settled(found, thoughts)
-                if not found.messages or found.messages[-1][0] != "assistant":
-                    found.say("assistant", "")
+                if not _settle(found, thoughts):
+                    found.say("assistant", "", reasoning="\n".join(thoughts))
                 found.call(item.text("call_id"), item.text("name"), read_arguments(item))
                 item.ignore("namespace", "caller")
                 item.close()
             case "function_call_output":
-                _settled(found, thoughts)
+                _settle(found, thoughts)
                 found.result(item.text("call_id"), read_text(item, "output", KINDS))
                 item.ignore("caller", "name")
                 item.close()
@@ -168,19 +168,18 @@ def _conversation(fields: Fields, instructions: str, dialect: Dialect) -> Conver
                 item.wrong("type", "is none that is read here")
                 break
         thoughts = []
-    _settled(found, thoughts)
+    _settle(found, thoughts)
     found.fit(fields, "input", dialect)
     return found
 
 
-def _settled(found: Conversation, thoughts: Sequence[str]) -> list[str]:
-    """None is left."""
-    # What was thought before something else than a text is of the answer before, or of one that was cut.
-    if thoughts and found.messages and found.messages[-1][0] == "assistant":
+def _settle(found: Conversation, thoughts: Sequence[str]) -> bool:
+    """What was thought behind an answer's text is that answer's. Returns whether there is one: thoughts alone, of an
+    answer that was cut, are no message."""
+    is_answer = bool(found.messages) and found.messages[-1][0] == "assistant"
+    if thoughts and is_answer:
         found.think("\n".join(thoughts))
-    elif thoughts:
-        found.say("assistant", "", reasoning="\n".join(thoughts))
-    return []
+    return is_answer
 
 
 class _Response:
