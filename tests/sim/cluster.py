@@ -65,6 +65,7 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 64
 NUM_HOST_BLOCKS = 32
 QUANTUM_BLOCKS = QUANTUM_TOKENS // BLOCK_SIZE
+MOST_CLAIMED_STEPS = 8 * QUANTUM_TOKENS
 SLOTS = 5
 PARKED = 4
 FRAMES_PER_S = 1000
@@ -117,6 +118,8 @@ class Engine:
     """Pinned adapters that were on the device."""
     passed_over: dict[Sequence, int] = field(default_factory=dict)
     """Those that could have had a slot at the last look, and in all since the step that stands with them."""
+    unclaimed_at: int = 0
+    """The last step in which no blocks were kept for a claimant."""
     checked: tuple[int, int] = (-1, -1)
     """Up to which of its changes, and of the policies'."""
 
@@ -136,12 +139,16 @@ class Engine:
 
     def check_no_slot_is_idle(self, policies: Mapping[str, TenantPolicy]) -> None:
         """No parked sequence that could decode is without a slot at looks three steps apart, while one is free, and for
-        its quantum so many blocks that neither its own cap nor others' reserves are in the way."""
+        its quantum so many blocks that neither its own cap nor others' reserves are in the way, nor what is kept for
+        one that leads, which is for some quanta at most."""
         planner, pool = self.core._planner, self.core._pool
         before, self.passed_over = self.passed_over, {}
+        if not planner.num_claimed:
+            self.unclaimed_at = self.core.stats().steps
+        assert self.core.stats().steps < self.unclaimed_at + MOST_CLAIMED_STEPS, "blocks are kept for ever"
         if planner.num_running == SLOTS or not planner.parking.parked:
             return
-        left = pool.num_free
+        left = pool.num_free - planner.num_claimed
         capped: set[str] = set()
         for tenant_id, policy in policies.items():
             held, quotas = self.core.blocks_held_by(TenantId(tenant_id)), policy.quotas

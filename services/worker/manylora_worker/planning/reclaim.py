@@ -67,7 +67,7 @@ class Reclaim:
         self.claims: dict[TenantId, int] = {}  # blocks that are kept for a tenant's reserve
         self.awaited: dict[Sequence, int] = {}  # blocks that are kept for sequences that wait for copies to be over
         self.claimant: Sequence | None = None  # that waits for quanta to end
-        self._claimed = 0  # free blocks that are kept for it, as far as they are there
+        self.num_claimed = 0  # free blocks that are kept for it, as far as they are there
         self.waits = False  # the next one takes from a step in flight: nothing more is started in this plan
         self.is_forced = False  # whoever asks gets what it asks for, reserves and leads aside
         self._is_short = False  # a sequence without blocks was refused those of others
@@ -80,7 +80,7 @@ class Reclaim:
 
     def forget_kept(self) -> None:
         self.claims, self.awaited = {}, {}
-        self.claimant, self._claimed = None, 0
+        self.claimant, self.num_claimed = None, 0
 
     def will_hold(self, tenant_id: TenantId) -> int:
         """Without what leaves for the host."""
@@ -137,7 +137,7 @@ class Reclaim:
         over = held + num_blocks - shares.hard(tenant_id)
         num_free = pool.num_free + self._swapper.num_leaving
         if not is_within_reserve and taker is not self.claimant:  # nobody evicts for the claimant but itself
-            num_free = max(0, num_free - self._claimed)
+            num_free = max(0, num_free - self.num_claimed)
         short = num_blocks + kept - num_free if num_blocks else 0
         self.was_short |= short > 0
         if over <= 0 and short <= 0:
@@ -184,7 +184,7 @@ class Reclaim:
         short -= sum(map(self._freed_by, own))
         others = [sequence for sequence in running if sequence.tenant_id != taker.tenant_id]
         if self._take_from_others(taker, others, short, [], rights) <= 0:
-            self.claimant, self._claimed = taker, num_blocks
+            self.claimant, self.num_claimed = taker, num_blocks
 
     def _take_from_others(
         self,

@@ -120,6 +120,11 @@ class StepPlanner:
         return self._reclaim.was_short
 
     @property
+    def num_claimed(self) -> int:
+        """Blocks that the last plan kept, as far as they were free, for one that waits for quanta to end."""
+        return self._reclaim.num_claimed
+
+    @property
     def num_running(self) -> int:
         return len(self._slots)
 
