@@ -389,7 +389,8 @@ class TokenDraw:
     """Temperature 0 makes the text independent of seed and choice; of the others only `top_logprobs` counts."""
 
     def __init__(self, vocab_size: int, eos_token_id: int | None, eos_one_in: int) -> None:
-        assert min(vocab_size - 1, eos_one_in) > 0
+        assert vocab_size > 1
+        assert eos_one_in > 0
         self._vocab_size = vocab_size
         self._eos_token_id = eos_token_id
         self._eos_one_in = eos_one_in

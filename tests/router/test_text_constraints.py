@@ -108,7 +108,7 @@ async def test_a_process_that_somebody_ends_is_replaced_once(monkeypatch: pytest
 
 
 async def test_where_none_can_start_the_service_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constraints, "environment", dict)
+    monkeypatch.setattr(constraints, "python_environment", dict)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     check = ConstraintCheck()
     with pytest.raises(ServiceUnavailable, match="does not start"):

@@ -70,6 +70,11 @@ def environment() -> Mapping[str, str]:
     return dict(os.environ)
 
 
+def python_environment() -> Mapping[str, str]:
+    """For a Python process of this one's packages."""
+    return {**environment(), "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
 def set_default(variable: str, value: str) -> None:
     """For a library that has no other way to be set."""
     os.environ.setdefault(variable, value)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import resource
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora_shared.errors import FieldViolation, InvalidRequest, ServiceUnavailable, shown
-from manylora_shared.process.config import environment
+from manylora_shared.process.config import python_environment
 from manylora_shared.stores.adapter_rope import rope_beside
 
 _LOG = logging.getLogger(__name__)
@@ -55,11 +54,15 @@ def brought_by(folder: Path, *, follows_links: bool) -> BroughtTokenizer:
 def _read_apart(folder: Path) -> BroughtTokenizer:
     """By another process: a parser of a large file holds the interpreter, and with it everybody's requests."""
     command = [sys.executable, "-m", __name__, str(folder)]
-    env = {**environment(), "PYTHONPATH": os.pathsep.join(sys.path)}
     try:
         with _APART:
             found = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_APART_S, check=False, env=env
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_APART_S,
+                check=False,
+                env=python_environment(),
             )
     except subprocess.TimeoutExpired as e:
         raise InvalidRequest.of("tokenizer.json", f"takes more than {_APART_S:g} s to read") from e

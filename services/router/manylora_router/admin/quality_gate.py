@@ -11,11 +11,10 @@ import logging
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from os import pathsep
 from typing import Any
 
 from manylora_shared.ids import TenantId
-from manylora_shared.process.config import environment
+from manylora_shared.process.config import python_environment
 from manylora_shared.tenancy.adapter_gate import Against, GateRule
 
 from manylora_router.admin.asking import (
@@ -152,7 +151,7 @@ def in_a_process(asked: Sequence[tuple[str, Any, str]]) -> list[float | str]:
             input=json.dumps(asked).encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # it may quote an answer
-            env={**environment(), "PYTHONPATH": pathsep.join(sys.path)},
+            env=python_environment(),
             timeout=JUDGE_S,
             check=True,
         )

@@ -15,11 +15,10 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from multiprocessing import Pipe
-from os import pathsep
 
 from manylora_shared.constraints.constraint import Constraint
 from manylora_shared.errors import FieldViolation, ServiceUnavailable
-from manylora_shared.process.config import environment
+from manylora_shared.process.config import python_environment
 
 from manylora_router.text import constraint_process
 from manylora_router.text.constraint_process import MAX_MEMORY_BYTES
@@ -157,7 +156,7 @@ class _Checker:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # a panic may quote a schema
                 pass_fds=(theirs.fileno(),),
-                env={**environment(), "PYTHONPATH": pathsep.join(sys.path)},
+                env=python_environment(),
             )
             failed.pop_all()
 

@@ -27,7 +27,7 @@ from typing import Any
 from manylora_shared.encryption.sealing import MAX_HEADER_BYTES, Header, NoKeys, OpeningKeys, SealBroken
 from manylora_shared.errors import FieldViolation
 from manylora_shared.ids import AdapterUid
-from manylora_shared.process.config import environment
+from manylora_shared.process.config import python_environment
 from manylora_shared.stores.adapter_files import FILE_NAMES, WEIGHTS_NAME
 from torch import Tensor
 
@@ -293,7 +293,7 @@ class _ForkServer:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=descriptors,
-                env={**environment(), **dict.fromkeys(_ONE_THREAD, "1"), "PYTHONPATH": os.pathsep.join(sys.path)},
+                env={**python_environment(), **dict.fromkeys(_ONE_THREAD, "1")},
             )
 
     def fork(self) -> _Reader:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import faulthandler
 import json
 import logging
-import os
 import pickle
 import queue
 import socket
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora_shared.ids import AdapterUid
-from manylora_shared.process.config import environment
+from manylora_shared.process.config import python_environment
 
 from manylora_worker.config import WorkerConfig
 from manylora_worker.kinds.api import AdapterEvent, AdapterTier, RunnerLost
@@ -156,7 +155,7 @@ def _start() -> tuple[Connection, subprocess.Popen[bytes]]:
             [sys.executable, "-m", follower.__name__, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
-            env={**environment(), "PYTHONPATH": os.pathsep.join(sys.path)},
+            env=python_environment(),
         )
     return Connection(ours.detach()), process
 
